@@ -19,7 +19,7 @@ import torch
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page
 from ..kv_spec import KVSpec
-from ..store.disk import blob_io
+from ..store.disk import blob_files, blob_io
 from ..store.disk.folder import Folder
 from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
@@ -112,7 +112,7 @@ class Files:
 
     def write(self) -> None:
         """All pages, each complete and in the index; those of the last time go first."""
-        blob_io.remove(self.folder, self.index.remove([row.id for row in self.index.rows()], force=True))
+        blob_files.remove(self.folder, self.index.remove([row.id for row in self.index.rows()], force=True))
         written = [blob_io.write(self.folder, row, page) for row, page in zip(self.wanted, self.pages, strict=True)]
         assert not self.index.add(written)
         self.rows = sorted(self.index.rows(), key=lambda row: row.place)

@@ -188,7 +188,7 @@ def import_group(
         found = pages_of(index, group, [row.precision for row in rows])
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
-        blob_io.remove(folder, index.promote([row.id for row in found if row is not None], role))
+        blob_files.remove(folder, index.promote([row.id for row in found if row is not None], role))
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
 
@@ -325,7 +325,7 @@ def _take(folder: Folder, index: Index, missing: Sequence[tuple[Row, Blob]], pro
         bad = [old.id for row in written if (old := index.row(row.page_key, row.fingerprint, row.precision)) is not None and old.bad]
         spare = index.remove(bad, force=True) + index.add(written)
     except BaseException:
-        blob_io.remove(folder, written)
+        blob_files.remove(folder, written)
         raise
-    blob_io.remove(folder, spare)
+    blob_files.remove(folder, spare)
     return written

@@ -17,7 +17,7 @@ import secrets
 import stat
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from ...errors import BlobError, StoreBusyError, StoreError, StoreFullError, Sto
 from ...private import NEW, PLAIN, lock, ours
 from . import process_identity
 from .folder import Folder
+from .schema import Row
 
 WHOLE, PART, DELETED = ".safetensors", ".part", ".deleted"
 NAME = re.compile(rf"(?a:[0-9a-f]{{32}})-({process_identity.TOKEN.pattern})")
@@ -289,6 +290,14 @@ def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
     except OSError as error:
         raise refusal(name, error, "deleting") from error
     return True
+
+
+def remove(folder: Folder, rows: Iterable[Row]) -> None:
+    """Delete blobs of rows that are in no index any more; no matter if they are gone already."""
+    for row in rows:
+        if row.blob:
+            with suppress(StoreError):  # what stays, such as a page that a process has mapped, is swept later
+                unlink(folder, row.blob)
 
 
 def _overwrite(path: str, suffix: str, place: int | None) -> str:

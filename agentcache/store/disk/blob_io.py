@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -120,11 +119,3 @@ def verify(folder: Folder, row: Row) -> None:
         scratch = memoryview(bytearray(PIECE))
         for section in range(row.sections):
             blob.come(section, scratch)
-
-
-def remove(folder: Folder, rows: Iterable[Row]) -> None:
-    """Delete blobs of rows that are in no index any more; no matter if they are gone already."""
-    for row in rows:
-        if row.blob:
-            with suppress(StoreError):  # what stays, such as a page that a process has mapped, is swept later
-                blob_files.unlink(folder, row.blob)

@@ -204,7 +204,7 @@ class DiskTier:
             if entry.thinned and known.numerics == pending.numerics:
                 self._thin(known, pending)
             entry.thinned = False
-            blob_io.remove(self.folder, self.index.promote([known.id], pending.role))
+            blob_files.remove(self.folder, self.index.promote([known.id], pending.role))
             return known.id, "known"
         need = plan(row, self.folder.encrypted).bytes
         if not self.writer.budget.take(need):
@@ -215,7 +215,7 @@ class DiskTier:
             parent.row = 0  # another process made room: it is offered again with the next request
             return 0, "parent missing"
         if known is not None:  # quarantined: it may go, now that there is a better one
-            blob_io.remove(self.folder, self.index.remove([known.id], force=True))
+            blob_files.remove(self.folder, self.index.remove([known.id], force=True))
         if not self._insert(blob_io.write(self.folder, row, page), pending):
             return 0, "deleted"
         found = self.index.row(pending.key, fingerprint, row.precision)
@@ -230,7 +230,7 @@ class DiskTier:
         try:
             spare = self.index.exchange(known, written)
         finally:
-            blob_io.remove(self.folder, [spare])
+            blob_files.remove(self.folder, [spare])
 
     def _row(self, pending: PendingWrite) -> Row:
         entry, scope = pending.entry, pending.entry.scope
@@ -267,9 +267,9 @@ class DiskTier:
         try:
             spare = self.index.add([written], asked)
         except StoreError:  # a disk that is full has no room for a blob without a row
-            blob_io.remove(self.folder, [written])
+            blob_files.remove(self.folder, [written])
             raise
-        blob_io.remove(self.folder, spare)
+        blob_files.remove(self.folder, spare)
         return wanted
 
     def _make_room(self, need: int, parent: Entry) -> bool:
@@ -293,7 +293,7 @@ class DiskTier:
             at = at.parent
         room = max(need, min(ROOM * need, budget // 8))
         for _ in range(TRIES):
-            blob_io.remove(
+            blob_files.remove(
                 self.folder, self.index.remove([row.id for row in self.index.victims(used + room - budget) if row.id not in above])
             )
             used = self.index.total()[1]
@@ -305,7 +305,8 @@ class DiskTier:
     def forget(self, keys: Sequence[bytes], fingerprint: str, grade: Grade = "exact") -> None:
         """Remove pages that should never have been admitted, in whatever precision; those of fewer bits only, if such a scope did."""
         found = (row for key in keys for row in self.index.rows(key=key, fingerprint=fingerprint))
-        blob_io.remove(self.folder, self.index.remove([row.id for row in found if grade == "exact" or row.precision == grade], force=True))
+        wrong = [row.id for row in found if grade == "exact" or row.precision == grade]
+        blob_files.remove(self.folder, self.index.remove(wrong, force=True))
 
     def take_back(self, keys: Sequence[bytes], scope: Scope) -> None:
         """The same, those on their way too; later, where that fails: whoever asks has to scrub its pages in any case."""
@@ -333,7 +334,7 @@ class DiskTier:
         if again and earlier:
             self.index.release_pins(earlier.pop(), self.process)
         earlier.append(held)
-        blob_io.remove(self.folder, self.index.promote(held, Role.GROUP))
+        blob_files.remove(self.folder, self.index.promote(held, Role.GROUP))
 
     def holds(self, name: Hashable) -> set[int]:
         """The rows that are pinned under a name."""

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import BlobError, StoreError
 from ...types import PAGE_TOKENS, Precision
-from . import blob_io, quantize
+from . import blob_files, blob_io, quantize
 from .blob import Blob, opened, tensors, view
 from .blob_format import plan
 from .index import Index
@@ -38,7 +38,7 @@ def rewrite_all(disk: DiskTier, idle_s: float, told: Callable[[int], None]) -> N
         disk.writer.after(one)
         id, spare = rewrite(disk.index, *left.popleft(), disk.precision)
         told(id)
-        blob_io.remove(disk.folder, spare)
+        blob_files.remove(disk.folder, spare)
 
     one()
 
@@ -75,7 +75,7 @@ def rewrite(index: Index, key: bytes, fingerprint: str, precision: Precision) ->
             spare += index.remove([twin.id], force=True)
         spare[0] = index.exchange(row, written)
     except StoreError:  # no row names them, and nobody sweeps what a running process has written
-        blob_io.remove(index.folder, spare)
+        blob_files.remove(index.folder, spare)
         raise
     return row.id, spare
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from ..keys import Role
 from ..tool_group import ToolGroup
-from . import blob_io
+from . import blob_files
 from .index import Index
 
 
 def keep(index: Index, keys: Iterable[str], fingerprint: str) -> None:
     """Let pages (keys in hexadecimal) be evicted after all turns."""
-    blob_io.remove(index.folder, index.promote(_ids(index, keys, fingerprint), Role.PREFIX))
+    blob_files.remove(index.folder, index.promote(_ids(index, keys, fingerprint), Role.PREFIX))
 
 
 def retire(index: Index, keys: Iterable[str], fingerprint: str) -> frozenset[bytes]:
