@@ -38,9 +38,10 @@ class Adapters:
         if not isinstance(scale, (int, float)) or not scale > 0:
             raise ConfigError(f"scale={scale!r}: must be a positive number; adapter=None asks the base")
         from .model.adapters import load
+        from .model.loading import layers_of
 
         model = self._model
-        loaded = load(source, model.model, model.decoder.layers, scale)
+        loaded = load(source, model.model, layers_of(model.decoder), scale)
         if loaded.invocation:
             self._check_activated(name, loaded)
         if model.weights and not model.stepped:

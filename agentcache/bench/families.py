@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "mamba_d_ssm": 128, "state_size": 16,
     "num_heads": 8, "expand": 2, "lru_width": 64, "attention_window_size": 48, "laurel_rank": 8, "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 64,
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -54,7 +54,7 @@ def _all(names: str, **options: Any) -> dict[str, Family]:
 
 TINY: dict[str, Family] = {
     **_all(
-        "apertus arcee bitnet cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 glm glm4 gpt_neox granite granite_swa helium "
+        "apertus arcee biogpt bitnet cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 glm glm4 gpt_neox granite granite_swa helium "
         "hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral3 mistral nanochat nemotron olmo olmo2 opt persimmon phi "
         "phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
     ),
@@ -77,7 +77,7 @@ TINY: dict[str, Family] = {
         experts=True,
         bits=False,
     ),
-    **_all("axk2 deepseek_v32 glm_moe_dsa hy_v4", config=_LATENT, unpaged="'indices'"),
+    **_all("axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4", config=_LATENT, experts=True, bits=False),
     **_all("olmo_hybrid qwen3_5_text falcon_h1 lfm3", recurrent=True),
     **_all("nemotron_h qwen3_5_moe_text qwen3_next", recurrent=True, experts=True),
     "bamba": Family({"attn_layer_indices": [1, 3]}, recurrent=True),
@@ -107,9 +107,10 @@ TINY: dict[str, Family] = {
     "recurrent_gemma": Family({}, unpaged="continued after 64 tokens"),
     "minimax": Family({}, unpaged="uses cache of its own"),
     **_all("mamba mamba2 falcon_mamba", unpaged=_ONLY_STATE),
+    **_all("gpt2 gpt_bigcode", config={"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 4096}),
     "phimoe": Family({"sliding_window": None}, experts=True),
     "inkling_text": Family({}, unpaged="'position_bias'"),
-    **_all("bloom falcon", unpaged="no list of layers"),
+    **_all("bloom falcon", unpaged="no layer calls attention"),
     **_all("deepseek_v4 doge", unpaged="not its own"),
 }
 

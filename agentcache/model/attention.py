@@ -11,7 +11,7 @@ the call. Compiled by `kernels/paged_attention.py`; where nothing is compiled, b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,8 @@ class Attention:
     """How one layer attends.
 
     window: of keys that a row sees, its own included, 0 for all. chunk: positions of the same multiple see each other, 0 for all.
-    softcap: bound of the scores, 0 for none. sinks: scores [heads] of keys without values.
+    softcap: bound of the scores, 0 for none. sinks: scores [heads] of keys without values. chosen: the positions [rows, tokens] that rows
+    of a forward see at most, None for all.
     """
 
     scale: float
@@ -38,6 +39,7 @@ class Attention:
     chunk: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -49,6 +51,13 @@ class Attention:
         first = max(0, position - self.window + 1) if self.window else 0
         return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
+    def of(self, part: Part) -> Attention:
+        """The same for the rows of one part: all tokens are chosen where it has no more."""
+        if self.chosen is None:
+            return self
+        few = self.chosen.shape[1] < part.start + part.count
+        return replace(self, chosen=self.chosen[part.offset : part.offset + part.count] if few else None)
+
     def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """True where a query at a position [rows, 1] does not see a key [1, keys]."""
         hidden = keys > queries
@@ -56,6 +65,9 @@ class Attention:
             hidden |= keys <= queries - self.window
         if self.chunk:
             hidden |= keys < queries // self.chunk * self.chunk
+        if self.chosen is not None:
+            unseen = torch.ones(len(queries), int(queries[-1]) + 1, dtype=torch.bool, device=keys.device)
+            hidden |= unseen.scatter_(1, self.chosen.long(), False)[:, keys[0]]
         return hidden
 
 
@@ -191,7 +203,8 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
 
     Sees every key at or before its own position that was written to the part's pages, and that the layer lets it see.
     """
-    if query.device.type != "cpu":
+    how = how.of(part)
+    if query.device.type != "cpu" or how.chosen is not None:
         return attend_gathered(part, layer, query, how)
     count, heads, dim = query.shape
     kv_heads, _, width = part.sequence.pages[0].layer_values[layer].shape
@@ -239,7 +252,7 @@ def attend_gathered(part: Part, layer: int, query: torch.Tensor, how: Attention)
         if how.sinks is not None:
             scores = torch.cat([scores, how.sinks.float()[:, None, None].expand(-1, part.count, 1)], -1)
         return (scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype) @ values).transpose(0, 1)
-    mask = None if part.count == 1 else ~hidden
+    mask = None if part.count == 1 and how.chosen is None else ~hidden
     attention = torch.nn.functional.scaled_dot_product_attention
     # fused kernels want a batch
     return attention(q[None], keys[None], values[None], attn_mask=mask, scale=how.scale)[0].transpose(0, 1)

@@ -39,6 +39,8 @@ def _register(before: str) -> None:
                 latent, running.latent = running.latent, None
                 own_key, own_value = (key, value) if latent is None else latent.pair
                 watched.append(watch(running.config, module, own_key, own_value, kw))
+            if (chosen := kw.get("indices")) is not None:
+                attention_mask = _narrowed(attention_mask, chosen)
             out = _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
             if (shadow := getattr(running, "shadow", None)) is not None:
                 own = _paged(shadow[0], module, query, key, value, kw)
@@ -49,10 +51,18 @@ def _register(before: str) -> None:
         return _paged(batch, module, query, key, value, kw), None
 
     def mask(*args: Any, **kw: Any) -> Any:
-        return None if getattr(running, "batch", None) is not None else stock_mask(*args, **kw)
+        if getattr(running, "batch", None) is None:
+            return stock_mask(*args, **kw)
+        return None if kw.get("allow_is_causal_skip", True) else torch.ones(1, 1, 1, 1, dtype=torch.bool)  # for modules that cut it
 
     AttentionInterface.register(f"{ATTENTION}_{before}", attention)
     AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)
+
+
+def _narrowed(mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """A mask [sequences, 1, rows, keys] that hides all but chosen positions [sequences, rows, tokens], too."""
+    seen = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device).scatter_(-1, chosen[:, None].long(), True)
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:

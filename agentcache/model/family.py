@@ -17,11 +17,10 @@ from .attention import Attention
 STEPPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # whose layers steps.py runs
 # what a module may hand to its attention beside tensors: other things that are not empty decide scores in a way of their own
 _KNOWN = frozenset(
-    "scaling sliding_window softcap s_aux dropout is_causal attention_mask position_ids batch use_cache output_attentions "
+    "scaling sliding_window softcap s_aux dropout is_causal attention_mask position_ids indices batch use_cache output_attentions "
     "output_hidden_states cache_position output_router_logits return_dict layer_idx logits_to_keep".split()
 )
 _STRANGE = {
-    "indices": "an indexer, with keys of its own, chooses the tokens that each row sees",
     "position_bias": "a bias by position is added to its scores",
 }
 
@@ -106,12 +105,17 @@ def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> 
     chunk = getattr(config, "attention_chunk_size", 0) if kind == "chunked_attention" else 0
     scale = given.get("scaling")
     return Attention(
-        width**-0.5 if scale is None else float(scale), window or 0, chunk or 0, given.get("softcap") or 0.0, given.get("s_aux")
+        width**-0.5 if scale is None else float(scale),
+        window or 0,
+        chunk or 0,
+        given.get("softcap") or 0.0,
+        given.get("s_aux"),
+        None if (chosen := given.get("indices")) is None else chosen[0],
     )
 
 
-def obstacle(layers: list[Layer]) -> str:
-    """Why the state of layers that were watched cannot be paged; "" if it can, as far as can be seen."""
+def obstacle(layers: list[Layer], dtype: torch.dtype) -> str:
+    """Why the state of layers that were watched cannot be paged with weights of this type; "" if it can, as far as can be seen."""
     for layer in layers:
         if layer.why:
             return layer.why
@@ -119,7 +123,7 @@ def obstacle(layers: list[Layer]) -> str:
         return "no layer calls attention by transformers' interface: its state is not keys and values per token"
     if len({layer.dtype for layer in layers}) > 1:
         return f"layers mix number types {sorted({str(layer.dtype) for layer in layers})}"
-    return ""
+    return f"keys are {layers[0].dtype}, weights {dtype}" if layers[0].dtype != dtype else ""
 
 
 def examine(model: Any, decoder: Any) -> str:

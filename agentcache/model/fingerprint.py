@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import behaviour
 from .description import Names, describe, root
 from .kernels import linear_library
-from .loading import decoder_of
+from .loading import decoder_of, layers_of
 from .state_token import StateToken, tensors_of
 
 REVISION = "3"  # of our own attention and layer code: raise it when their bits change
@@ -172,12 +172,13 @@ class Fingerprint:
             self._code = behaviour.Code()
         self._code = self._code.of_libraries()
         model, decoder = self._model, decoder_of(self._model)
+        layers = layers_of(decoder)
         running = blake3(self._base().encode())
-        later = [m for layer in decoder.layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())
+        later = [m for layer in layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())
         running.update(behaviour.traits(model, self._names, self._code).encode())
         self._absorb(running, decoder.named_modules(), frozenset(map(id, later)))
         digests = []
-        for layer in decoder.layers:
+        for layer in layers:
             self._absorb(running, layer.named_modules())
             digests.append(running.hexdigest(16))
         self._names.end()

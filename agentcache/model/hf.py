@@ -6,9 +6,9 @@ transformers' own modules with our attention function, which finds the page tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
-from .loading import decoder_of, known_ids, load, one_device, unwrap
+from .loading import decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, rotary_of, unrotated
 from .wrapped_weights import is_quantized
@@ -72,7 +72,7 @@ class HFModel:
         self._boundaries: dict[str, tuple[int, ...]] = {}
         self._plain = True
         self._slots: tuple[int, ...] = ()  # of pages, by call of attention
-        self._calls = 0  # of attention by the layers that are there while the model is shallow
+        self._calls = 0  # of attention by the layers that are there while it has its first layers alone
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
         if experts := list(filter(has_experts, self.model.modules())):
@@ -97,7 +97,7 @@ class HFModel:
         """Kernels and paddings for the threads of the calling thread; None if the model cannot be paged."""
         if (spec := self.spec) is None:
             return None
-        dims = (width for _, *both in spec.layer_widths for width in both)
+        dims = (width for _, *both in spec.layer_widths for width in both if width)
         return probe(self.dtype, self.device, self._widths, spec.kv_heads, dims, self._plain)
 
     @property
@@ -139,7 +139,7 @@ class HFModel:
 
     def ways(self) -> list[Attention]:
         """How each layer attends, of a model that runs transformers' own modules and is idle."""
-        return [layer.how for layer in self._watched(0)]
+        return [layer.how for layer in self._watched(0) if layer.value_width]
 
     @property
     def _layout(self) -> str:
@@ -159,7 +159,7 @@ class HFModel:
         config, decoder, name = self.config, self.decoder, self.support.name
         if self.quantized:
             first_use(self.stock, name)  # before weights are hashed
-        layers = getattr(decoder, "layers", decoder)
+        layers = layers_of(decoder) or decoder
         widths = {p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}
         self._widths = tuple(widths.union(*(m.down_proj.shape[1:] for m in self.experts))) or (config.hidden_size,)
         stepped = (
@@ -192,21 +192,21 @@ class HFModel:
 
     def _discover(self, decoder: Any) -> str:
         """Find out what the layers keep, and prove that it can be reused; why not, if it cannot."""
+        from .indexers import Indexers
         from .latents import Latents
         from .proof import proven
 
         if any(m._compiled_call_impl is not None for m in self.model.modules()):
             return "it was compiled in place: pass the model before its compile()"
-        if not hasattr(decoder, "layers"):
+        if not layers_name(decoder):
             return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
         self._adopt()
-        self._restore.append((latents := Latents(decoder)).remove)
+        latents, indexers = Latents(decoder), Indexers(decoder)
+        self._restore += [latents.remove, indexers.remove]
         places = [self._watched(place) for place in _PLACES]
         layers = places[0]
-        if why := obstacle(layers):
+        if why := obstacle(layers, self.dtype):
             return why
-        if layers[0].dtype != self.dtype:
-            return f"keys are {layers[0].dtype}, weights {self.dtype}"
         self.rotary = rotary_of(decoder, self.config, self.dtype, self.device)
         if self.rotary is None and any(changes_by_length(getattr(module, "rope_type", None)) for module in decoder.modules()):
             return "rotary frequencies change with the length of the prompt, and differ by layer type"
@@ -222,10 +222,12 @@ class HFModel:
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = unrotated(self.rotary, _PLACES, [[place[at].page_keys for at in owners] for place in places])
         self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
-        with self.shallow():
+        with first_layers(decoder, self.config), indexers.narrowed():
+            self._calls = len(self._watched(0))
             verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
+        self._calls = 0
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not has_experts(m))
-        pure = verdict.pure and latents.pure and next(others, None) is None  # each of those sees few rows, by chance alike
+        pure = verdict.pure and latents.pure and not indexers and next(others, None) is None  # each of those sees few rows, by chance alike
         self.support = Support(self.support.name, not verdict.why, verdict.why, pure, verdict.joins, "found" if found else "made")
         return verdict.why
 
@@ -349,27 +351,21 @@ class HFModel:
         logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them
         return logits[: len(wanted)].float()  # type: ignore[no-any-return]
 
-    _layer_weights = cached_property(lambda self: sum(p.numel() for p in self.decoder.layers.parameters()))
+    _layer_weights = cached_property(lambda self: sum(p.numel() for p in layers_of(self.decoder).parameters()))
+
+    @cached_property
+    def _heads(self) -> int:
+        """The number of heads of queries; of keys, where the config says another one for each layer."""
+        with suppress(RuntimeError, AttributeError):
+            return int(self.config.num_attention_heads)
+        return self.spec.kv_heads if self.spec is not None else 1
 
     def flops(self, tokens: int) -> float:
         """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
         if self.spec is None:
             return 0.0
         pairs = tokens * (tokens + 1)
-        return tokens * 2.0 * self._layer_weights + 2.0 * self.spec.layers * self.config.num_attention_heads * self.spec.head_dim * pairs
-
-    @contextmanager
-    def shallow(self) -> Iterator[None]:
-        """Run only the first layers for a while: as many as it takes to have one of each kind."""
-        whole, types = self.decoder.layers, getattr(self.config, "layer_types", None) or ()
-        kinds = [(types[at : at + 1], *(type(module) for module in layer.modules())) for at, layer in enumerate(whole)]
-        count = max(kinds.index(kind) for kind in kinds) + 1
-        self.decoder.layers = whole[:count]
-        self._calls = len(self._watched(0))
-        try:
-            yield
-        finally:
-            self.decoder.layers, self._calls = whole, 0
+        return tokens * 2.0 * self._layer_weights + 2.0 * self.spec.layers * self._heads * self.spec.head_dim * pairs
 
     @torch.inference_mode()
     def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:

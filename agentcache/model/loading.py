@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -110,7 +112,7 @@ def quantize(model: Any) -> None:
     int8.check()
     if is_quantized(model):
         raise ConfigError(f"weights='int8' with {type(model).__name__!r}, whose weights are quantised already: leave it out")
-    layers = list(decoder_of(model).layers.modules())
+    layers = list(layers_of(decoder_of(model)).modules())
     parted = {module.kv_b_proj for module in layers if hasattr(module, "expand_kv")}
     int8.quantize((*(layer for layer in layers if layer not in parted), model.get_output_embeddings()))
 
@@ -168,10 +170,32 @@ def _quantization(model: Any, dtype: Any, bits: int, hub: dict[str, Any]) -> Any
 def decoder_of(model: Any) -> Any:
     """The module that holds the layers of a causal language model, or of the language model within one that also sees."""
     found = model.get_decoder()
-    if hasattr(found, "layers"):
+    if layers_name(found):
         return found
     layered = [module for module in model.modules() if isinstance(getattr(module, "layers", None), torch.nn.ModuleList)]
     return next((module for module in layered if hasattr(module, "embed_tokens")), layered[0] if layered else found)
+
+
+def layers_name(decoder: Any) -> str:
+    """The attribute of a decoder that lists its layers (GPT-2 says `h`); "" if it has none."""
+    return next((name for name in ("layers", "h") if isinstance(getattr(decoder, name, None), torch.nn.ModuleList)), "")
+
+
+def layers_of(decoder: Any) -> torch.nn.ModuleList:
+    """The layers of a decoder, in order; none if it does not list them."""
+    return getattr(decoder, layers_name(decoder) or " ", torch.nn.ModuleList())
+
+
+@contextmanager
+def first_layers(decoder: Any, config: Any) -> Iterator[None]:
+    """Run only the first layers for a while: as many as it takes to have one of each kind."""
+    name, whole, types = layers_name(decoder), layers_of(decoder), getattr(config, "layer_types", None) or ()
+    kinds = [(types[at : at + 1], *(type(module) for module in layer.modules())) for at, layer in enumerate(whole)]
+    setattr(decoder, name, whole[: max(kinds.index(kind) for kind in kinds) + 1])
+    try:
+        yield
+    finally:
+        setattr(decoder, name, whole)
 
 
 def known_ids(model: Any, vocab: int) -> int:

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from . import behaviour, wrapped_weights
 from .description import Names
-from .loading import decoder_of
+from .loading import decoder_of, layers_of
 from .rope import changes_by_length
 
 SAMPLED = 64  # values of each tensor; all of them change when an adapter is merged
@@ -103,7 +103,7 @@ class StateToken:
         self._attends: _Near | None = None
         self._written = written
         self._layers = []
-        for layer in decoder_of(model).layers:
+        for layer in layers_of(decoder_of(model)):
             inside = list(layer.modules())
             self._layers.append(_Near(inside, [m for m in inside if m not in written and not _multiplies_first(m)]))
             self._surround(layer, ())

@@ -53,12 +53,14 @@ def _kinds(model: HFModel) -> dict[str, int]:
     ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.ways()
     kinds = Counter(_sees(how) for how in ways)
     states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
-    shared = len(ways) - model.spec.layers if model.spec is not None else 0
+    values = [width for _, _, width in model.spec.layer_widths] if model.spec is not None else []
+    indexed = values.count(0)
     latent = [module for module in model.decoder.modules() if hasattr(module, "expand_kv")]
     held = "latents" if latent and "expand_kv" in vars(latent[0]) else "keys and values of each head"
     extra = {
         "keep a state that does not grow": states,
-        "of these, read what an earlier one keeps": shared,
+        "of these, read what an earlier one keeps": max(0, len(ways) - len(values) + indexed),
+        "of these, choose the tokens that they see: pages hold an indexer's keys, too": indexed,
         f"of these, latent: pages hold {held}": len(latent),
     }
     return dict(kinds) | {what: count for what, count in extra.items() if count}
@@ -78,7 +80,7 @@ def _impurity(model: HFModel) -> str:
         return "hooks or patched modules are not probed"
     if model.numerics is not None and not model.numerics.pure:
         return "kernels on this device choose by the number of rows"
-    return "experts or kernels of its layers depend on the tokens beside"
+    return "experts, indexers or kernels of its layers depend on the tokens beside"
 
 
 @torch.inference_mode()

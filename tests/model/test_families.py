@@ -175,7 +175,7 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
 UNPAGED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2}, "no layer calls attention"),
     "RecurrentGemma": ({"lru_width": 64, "attention_window_size": 32}, "continued after 64 tokens"),
-    "CTRL": ({"n_layer": 2, "n_head": 2, "n_embd": 64, "dff": 64}, "no list of layers"),
+    "Mpt": ({"n_layers": 2, "n_heads": 2, "d_model": 64}, "no list of layers"),
 }
 
 
@@ -229,8 +229,8 @@ def test_layers_with_a_memory_of_their_own_are_found() -> None:
 def test_attention_by_means_unknown_is_named() -> None:
     model = families.build("phi3")
     inner = model.model.layers[1].self_attn.forward
-    model.model.layers[1].self_attn.forward = lambda *args, **kw: inner(*args, indices=torch.ones(1), **kw)
-    assert "'indices'" in HFModel(model).support.why
+    model.model.layers[1].self_attn.forward = lambda *args, **kw: inner(*args, gates=torch.ones(1), **kw)
+    assert "'gates'" in HFModel(model).support.why
 
 
 def test_modules_that_differ_from_their_family_are_named() -> None:

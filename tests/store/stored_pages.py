@@ -20,7 +20,7 @@ from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Scope, page_key
 
 SPEC = KVSpec(3, 2, 16, torch.bfloat16)
-UNEVEN = KVSpec(3, 2, 24, torch.bfloat16, widths=((2, 24, 8), (1, 8, 16), (2, 16, 24)))
+UNEVEN = KVSpec(4, 2, 24, torch.bfloat16, widths=((2, 24, 8), (1, 8, 16), (1, 16, 0), (2, 16, 24)))  # the third: keys of an indexer
 SPECS = {"alike": SPEC, "widths that differ": UNEVEN}
 
 

@@ -58,7 +58,7 @@ def others_evict(disk: DiskTier, times: int, monkeypatch: pytest.MonkeyPatch) ->
             stolen = index.remove(wanted[-1:])
             assert stolen, "nobody had pinned it"
             for row in stolen:
-                blob_io.remove(disk.folder, [row])
+                blob_files.remove(disk.folder, [row])
         return pin(index, wanted, holder)
 
     monkeypatch.setattr(Index, "pin", late)

@@ -22,7 +22,7 @@ from agentcache.kv_spec import KVSpec
 from agentcache.store.admin import archive
 from agentcache.store.admin.archive import export_group, import_group
 from agentcache.store.admin.check import pages_of, verify
-from agentcache.store.disk import blob_format, blob_io, checkpoint_bytes
+from agentcache.store.disk import blob_files, blob_format, blob_io, checkpoint_bytes
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
@@ -180,7 +180,7 @@ def test_a_blob_exchanged_before_it_is_read_is_no_damage(
             written = blob_io.write(folder, row, read_page(folder, row))
             gone = disk.index.exchange(row, written)
             assert (gone.blob, disk.index.exchange(row, written).blob) == (row.blob, written.blob)
-            blob_io.remove(folder, [gone])
+            blob_files.remove(folder, [gone])
         return read(folder, jobs, **options)
 
     monkeypatch.setattr(blob_io, "read_many", late)

@@ -619,7 +619,7 @@ def test_a_page_that_is_evicted_at_once_is_no_failure(tmp_path: Path, monkeypatc
 
     def evicted(*asked: Any) -> bool:
         wanted = insert(*asked)
-        blob_io.remove(disk.folder, disk.index.remove([row.id for row in disk.index.rows()], force=True))  # as another process does
+        blob_files.remove(disk.folder, disk.index.remove([row.id for row in disk.index.rows()], force=True))  # as another process does
         return wanted
 
     monkeypatch.setattr(disk, "_insert", evicted)

@@ -218,6 +218,11 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
             if self.glance is not None:
                 self.glance(given["weight"])
             return self._linear(**given)
+        if func is torch.addmm and not kwargs:  # of GPT-2's Conv1D, a linear layer whose weight lies the other way
+            bias, x, weight = args
+            if self.glance is not None:
+                self.glance(weight)
+            return self._product(x, weight.t(), bias)
         if func in _ELEMENTWISE and args and args[0].numel() % VECTORS and args[0].device.type == "cpu":
             x, *others = args
             whole = functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))

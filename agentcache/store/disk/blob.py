@@ -170,7 +170,8 @@ def tensors(row: Row, layer: int, stored: memoryview) -> dict[str, torch.Tensor]
     """A layer as it is stored, in clear, as tensors over that memory."""
     found, at = {}, 0
     for part in parts(row, layer):
-        flat = torch.frombuffer(stored[at : at + part.bytes], dtype=torch.uint8)
+        some = stored[at : at + part.bytes]
+        flat = torch.frombuffer(some, dtype=torch.uint8) if some else torch.empty(0, dtype=torch.uint8)  # an indexer has no values
         found[part.name] = flat.view(TORCH[part.dtype]).view(part.shape)
         at += part.bytes
     return found

@@ -40,10 +40,10 @@ def quantize(keys: torch.Tensor, values: torch.Tensor, precision: str) -> dict[s
     found: dict[str, torch.Tensor] = {}
     for name, given in (("keys", keys), ("values", values)):
         x, length, group = given.float(), given.shape[2], GROUP[precision]
-        if not float(x.abs().amax()) <= LARGEST:  # NaN is not either
+        if x.numel() and not float(x.abs().amax()) <= LARGEST:  # NaN is not either
             raise StoreError(f"{name} of a layer hold NaN, infinity or more than {LARGEST!r}: they cannot be stored as {precision}")
         grouped = torch.nn.functional.pad(x, (0, -length % group), mode="replicate") if length % group else x
-        grouped = grouped.unflatten(2, (-1, group))
+        grouped = grouped.unflatten(2, (-(-length // group), group))
         low, high = grouped.aminmax(dim=3, keepdim=True)
         step = (high - low).div_(LEVELS[precision])
         q = (grouped - low).div_(torch.where(step > 0, step, torch.ones_like(step))).round_()  # where nothing varies, 0
@@ -65,7 +65,7 @@ def dequantize(found: dict[str, torch.Tensor], precision: str, keys: torch.Tenso
             half = found[name].shape[2]
             q[:, :, :half] = found[name] & 15
             q[:, :, half:length] = (found[name] >> 4)[:, :, : length - half]
-        x = q.unflatten(2, (-1, group)).mul_(step.unsqueeze(3)).add_(low.unsqueeze(3))
+        x = q.unflatten(2, (low.shape[2], group)).mul_(step.unsqueeze(3)).add_(low.unsqueeze(3))
         out.copy_(x.flatten(2)[:, :, :length])
 
 

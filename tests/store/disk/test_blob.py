@@ -285,9 +285,9 @@ def test_a_store_that_is_read_only_is_read(folder: Folder) -> None:
 
 def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, orphan, mine, gone = (blob_io.write(folder, unstored_row(), noise_page()) for _ in range(4))
-    blob_io.remove(folder, [gone])
-    blob_io.remove(folder, [gone])
-    blob_io.remove(folder, [unstored_row()])
+    blob_files.remove(folder, [gone])
+    blob_files.remove(folder, [gone])
+    blob_files.remove(folder, [unstored_row()])
     dead = "1.2." + process_identity.token().rpartition(".")[2]  # of this boot and pid namespace, no such start time
     assert not process_identity.alive(dead)
     moved = []

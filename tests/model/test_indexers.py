@@ -1,0 +1,65 @@
+"""Indexers: their keys lie in pages, each row sees the tokens that they choose, and their owner's calls stay their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache.bench import families
+from agentcache.model import indexers
+from agentcache.model.attention import Attention
+from agentcache.model.hf import HFModel
+from tests.families import Run, pack, stock_logits, tokens
+
+INDEXED = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
+WIDTH, TOPK = 16, 64  # of the tiny models
+KEYS = (1, WIDTH, 0)
+
+
+def modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "index_topk")]
+
+
+def far(run: Run, stock: torch.Tensor) -> list[int]:
+    """Positions whose logits are not the model's own: of experts that almost tie, another one may be chosen."""
+    return [at for at, row in run.logits.items() if float((row - stock[at]).abs().max()) > 1e-3 * float(stock.abs().max())]
+
+
+@pytest.mark.parametrize("family", INDEXED)
+def test_rows_see_chosen_tokens_however_a_prompt_is_cut(family: str) -> None:
+    model, ids = families.build(family), tokens(560)
+    stock, others = stock_logits(model, ids), stock_logits(model, ids[:90])
+    held = HFModel(model)
+    assert held.spec is not None
+    assert held.spec.layer_widths.count(KEYS) == len(modules(model))
+    assert not held.bitwise, "scores that almost tie are chosen by the bits of a product"
+    assert {one.index_topk for one in modules(model)} == {TOPK}, "the proof gives them their number back"
+    assert torch.equal(stock_logits(model, ids), stock), "its owner's calls are its own"
+    run, other = Run(held, ids), Run(held, ids[:90])
+    pack((other, 40), (run, 200))  # of one all tokens are chosen, of the other few
+    pack((run, 1), (other, 50))
+    assert len(far(run.chunks(300, 1), stock)) <= 20
+    assert len(far(other, others)) <= 20
+    assert len(far(run.branch(530).chunks(1), stock)) <= 20, "shared pages have the indexers' keys, too"
+    held.close()
+    assert not any(isinstance(vars(module).get("indexer"), indexers._Indexer) for module in model.modules())
+    assert torch.equal(stock_logits(model, ids), stock)
+
+
+def test_two_engines_share_an_indexer_until_both_close() -> None:
+    model = families.build("deepseek_v32")
+    one, other = HFModel(model), HFModel(model)
+    one.close()
+    assert not far(Run(other, tokens(100)).chunks(), stock_logits(model, tokens(100)))
+    other.close()
+    assert not any("indexer" in vars(module) for module in model.modules())
+
+
+def test_a_proof_narrows_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens than fit into the proof's prompt: a choice that is lost shows only there."""
+    monkeypatch.setattr(Attention, "of", lambda self, part: Attention(self.scale))
+    held = HFModel(families.build("deepseek_v32", index_topk=2048))
+    assert not held.support.paged
+    assert "attention over pages is not its own" in held.support.why
