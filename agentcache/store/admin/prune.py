@@ -83,19 +83,7 @@ def prune(
             untold = None
     note = "" if dry_run or max_bytes is not None or untold is not None else _note(index, namespace, before, group, force)
     held = set() if force else _held(index)
-    if max_bytes is not None:
-        wanted, names = _surplus(index, max_bytes, force), []
-    elif isinstance(group, str):
-        wanted = [
-            _item(row) for row in index.rows(namespace=namespace, before=before) if Scope(row.namespace, row.fingerprint).adapter == group
-        ]
-        names = [found for found in index.groups(namespace) if found.adapter == group and (before is None or found.created < before)]
-    elif group is not None:
-        wanted = _continuing(index, group, before)
-        names = [group]
-    else:
-        wanted = [_item(row) for row in index.rows(namespace=namespace, before=before)]
-        names = [found for found in index.groups(namespace) if before is None or found.created < before]
+    wanted, names = (_surplus(index, max_bytes, force), []) if max_bytes is not None else _named(index, namespace, before, group)
     names = [found for found in names if not any(row is not None and row.id in held for row in pages_of(index, found))]
     going = [item for item in wanted if item.id not in held]
     done = Pruned(groups=[found.name for found in names])
@@ -203,6 +191,15 @@ def _held(index: Index) -> set[int]:
             held.add(item.id)
             due += items.get((item.fingerprint, item.parent), ())
     return held
+
+
+def _named(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None) -> tuple[list[_Item], list[ToolGroup]]:
+    """The pages, and the tool groups, that a deletion is about."""
+    if isinstance(group, ToolGroup):
+        return _continuing(index, group, before), [group]
+    rows = (row for row in index.rows(namespace=namespace, before=before) if group in (None, Scope(row.namespace, row.fingerprint).adapter))
+    found = [one for one in index.groups(namespace) if group in (None, one.adapter) and (before is None or one.created < before)]
+    return [_item(row) for row in rows], found
 
 
 def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[_Item]:
