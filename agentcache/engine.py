@@ -200,7 +200,7 @@ class Engine(ProcessOwned, Documents):
             running.ranges = self.approximate.begin(running, reuse)
         self.store.forget_late(namespace, received, self._forget_texts)
         if self._policy is not None:
-            self._policy.begin(namespace, adapter, self.release)
+            self._policy.begin(running, adapter, self.release)
         self.scheduler.submit(running)
         return Stream(running, finish)
 

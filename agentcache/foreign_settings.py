@@ -5,12 +5,13 @@ Knows no framework: what one of them means by a name of its own stands in its in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["DO_SAMPLE", "SAME", "device_of"]
+__all__ = ["DO_SAMPLE", "SAME", "device_of", "meant"]
 
 # Names with the same meaning here.
 SAME = {"max_new_tokens": "max_tokens", "num_predict": "max_tokens", "stop_sequences": "stop", "torch_dtype": "dtype"}
@@ -26,3 +27,9 @@ def device_of(place: Any) -> str | None:
     if isinstance(one, (Mapping, bool)) or str(one) in ("balanced", "balanced_low_0", "sequential"):
         raise ConfigError(f"device_map={place!r:.200}: the weights lie on one device; say device='cuda', or device='cpu'")
     return None if one is None else str(one)
+
+
+def meant(names: Collection[str], known: Collection[str]) -> str:
+    """The end of what is said about settings that nobody knows: those that are spelled nearly so, if there are any."""
+    near = [one for name in names for one in difflib.get_close_matches(name, known, 1, 0.8)]
+    return f"; did you mean {', '.join(near)}?" if near else ""

@@ -20,7 +20,6 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -98,7 +97,8 @@ class Policy:
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules = tuple(rules)
         self._model = ""
-        self._lock, self._running = threading.Lock(), Counter[str]()
+        self._lock = threading.RLock()
+        self._running: set[Running] = set()
         self._ends: dict[tuple[str, str], float] = {}  # of pins, by time.monotonic()
 
     @classmethod
@@ -128,9 +128,8 @@ class Policy:
         self._model, inner = model, lifecycle.ended
 
         def ended(running: Running) -> str:
-            if not running.asked.fill_only:
-                with self._lock:
-                    self._running -= Counter([running.asked.namespace])  # those that run none leave
+            with self._lock:
+                self._running.discard(running)
             return inner(running) if inner is not None else ""
 
         lifecycle.ended = ended
@@ -152,17 +151,22 @@ class Policy:
         return allowed
 
     def check_requests(self, namespace: str, adapter: str | None) -> None:
-        """PolicyError: the namespace runs as many requests as it may. Asked before the prompt is laid out, and as it begins."""
+        """PolicyError: the namespace runs as many requests as it may, but for those that their callers have left.
+
+        Asked before the prompt is laid out, and as it begins.
+        """
         check_name("namespace", namespace)
         rule = self.rule(namespace, adapter)
-        if rule.requests is not None and self._running[namespace] >= rule.requests:
+        with self._lock:
+            count = sum(one.asked.namespace == namespace and not one.events.cancelled for one in self._running)
+        if rule.requests is not None and count >= rule.requests:
             raise PolicyError(f"{rule.name!r}: {namespace!r} has {rule.requests} requests running: wait for one to end")
 
-    def begin(self, namespace: str, adapter: str | None, release: Release) -> None:
+    def begin(self, running: Running, adapter: str | None, release: Release) -> None:
         """Count a request that begins, and release pins whose lease is over. PolicyError as of `check_requests`."""
         with self._lock:
-            self.check_requests(namespace, adapter)
-            self._running[namespace] += 1
+            self.check_requests(running.asked.namespace, adapter)
+            self._running.add(running)
             over = [key for key, end in self._ends.items() if end < time.monotonic()]
             for key in over:
                 del self._ends[key]

@@ -210,7 +210,8 @@ class Sessions:
 
             def delete() -> None:
                 gone = session_rows.retire(disk.index, keys, group.fingerprint)
-                self._store.tree.remove(Deletion(group.namespace, group="", fingerprint=group.fingerprint, keys=tuple(gone)))
+                with self._store.deletions.lock:
+                    self._store.tree.remove(Deletion(group.namespace, group="", fingerprint=group.fingerprint, keys=tuple(gone)))
                 disk.forget(list(gone), group.fingerprint)
 
             disk.writer.after(delete)

@@ -64,10 +64,11 @@ def say_json(found: dict[str, Any]) -> None:
 
 
 def listing(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table with a head; columns whose name starts with `#` are numbers."""
+    """A table with a head, which is never broken; columns whose name starts with `#` are numbers or dates, which are not either."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left", overflow="fold")
+        name, whole = column.removeprefix("#"), column.startswith("#")
+        table.add_column(name, justify="right" if whole else "left", overflow="fold", no_wrap=whole, min_width=len(name))
     for row in rows:
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else shown(str(cell))) for cell in row))
     return table
@@ -98,6 +99,8 @@ def lines(report: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
             yield label.removesuffix("bytes").removesuffix("_") if label.strip() != "bytes" else label, size(value)
         elif isinstance(value, int):
             yield label, f"{value:,}"
+        elif isinstance(value, float):
+            yield label, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
         else:
             yield label, "unknown" if value is None else str(value)
 

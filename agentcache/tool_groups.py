@@ -43,6 +43,7 @@ class ToolGroups:
         self._scheduler = scheduler
         self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
+        self.renewing = threading.Lock()  # held from a look at `packs` until `renew`
         self.timed = TimedPins(self)
         self._sessions: Sessions | None = None
         self._store.on_renewal(self._record)
@@ -151,11 +152,15 @@ class ToolGroups:
         self._store.tree.release_pin((group.scope, group.tip))
 
     def renew(self, group: ToolGroup) -> None:
-        """Record a group again, whose manifest names other texts now."""
-        with self._lock:
-            if (group.namespace, group.name) in self._held:
-                self._held[group.namespace, group.name] = group
-        self._store.record(group)
+        """Record a group again, whose manifest names other texts now; not one that was forgotten meanwhile."""
+        disk, about = self._store.disk, (group.namespace, group.name)
+        with self._store.deletions.lock:
+            if about in self._held:
+                with self._lock:
+                    self._held[about] = group
+                self._store.record(group)
+            elif disk is not None and disk.index.group(*about, group.fingerprint) is not None:
+                disk.index.put_group(group, self._store.deletions.generation)  # now: the next who releases a text of it reads it there
 
     def packs(self) -> list[ToolGroup]:
         """Those that hold documents, of this and earlier processes, all of whose pages are there."""

@@ -367,6 +367,8 @@ class StoreOptions:
     encryption_key: bytes | None = field(default=None, repr=False)  # 32 bytes; None: AGENTCACHE_KEY, else no encryption
 
     def __post_init__(self) -> None:
+        if not isinstance(self.folder, (str, os.PathLike, type(None))):
+            raise ConfigError(f"store={self.folder!r:.100}: must be a folder, StoreOptions(folder, ...), or None for no disk")
         for name in ("refuse_slow", "overwrite"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name}={value!r}: must be True or False")

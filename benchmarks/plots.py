@@ -65,7 +65,7 @@ def segments(rows: Rows, path: Path) -> None:
         ours = method == "ours"
         mark = {"marker": "*" if ours else _MARKS[number // 10], "color": "black" if ours else f"C{number % 10}", "s": 90 if ours else 26}
         left.scatter(shares, [r["speedup"] for r in mine], label=method, **mark)
-        right.scatter(shares, [max(r["kl_mean"], 1e-9) for r in mine], **mark)
+        right.scatter(shares, [r["kl_mean"] for r in mine], **mark)
     left.axhline(1.0, color="tab:gray", linewidth=1)
     left.set_ylabel("first token: times faster than the exact prefix alone")
     _finish_drift(figure, left, right, path)
@@ -78,7 +78,7 @@ def paired(rows: Rows, path: Path) -> None:
         mine = [(row, row["methods"][method]) for row in rows if method in row["methods"]]
         shares = [near["reused_tokens"] / row["prompt_tokens"] for row, near in mine]
         left.scatter(shares, [near["exact_flops"] / near["spent_flops"] for _, near in mine], s=8, alpha=0.5, label=method)
-        right.scatter(shares, [max(near["kl"], 1e-9) for _, near in mine], s=8, alpha=0.5)
+        right.scatter(shares, [near["kl"] for _, near in mine], s=8, alpha=0.5)
     left.set_ylabel("prefill: times fewer FLOPs than the exact prefix alone")
     _finish_drift(figure, left, right, path)
 
@@ -99,11 +99,10 @@ def rag(rows: Rows, path: Path) -> None:
         shares = [each["computed_tokens"] / each["prompt_tokens"] for each in mine]
         mark = {"marker": _MARKS[number // 10], "color": f"C{number % 10}"}
         left.plot(shares, [each["agreement"] for each in mine], label=label, **mark)
-        right.plot(shares, [max(each["kl"], 1e-4) for each in mine], **mark)
+        right.plot(shares, [each["kl"] for each in mine], **mark)
     left.axhline(0.97, color="tab:gray", linewidth=1)
     left.set_ylabel("answers as of full prefill")
-    right.set_ylabel("KL of the first answer token, nats (log scale)")
-    right.set_yscale("log")
+    _scale_kl(right, "KL of the first answer token, nats", 1e-4)
     for axes in (left, right):
         axes.set_xlabel("share of the prompt that is computed")
     figure.suptitle(f"{rows[0]['n']} questions over retrieved passages")
@@ -115,10 +114,16 @@ def _panels() -> tuple[Any, Any, Any]:
     return figure, left, right
 
 
+def _scale_kl(axes: Any, what: str, least: float) -> None:
+    """Values of at least `least` on a log scale, smaller ones below it down to 0, where exact methods stand."""
+    axes.set_yscale("symlog", linthresh=least)
+    axes.set_ylim(bottom=-least / 5)  # marks at 0 are whole
+    axes.set_ylabel(f"{what} (log above {least:g})")
+
+
 def _finish_drift(figure: Any, left: Any, right: Any, path: Path) -> None:
     """The right panel shows KL, both over the share of reused text."""
-    right.set_ylabel("KL, nats per token of the answer (log scale)")
-    right.set_yscale("log")
+    _scale_kl(right, "KL, nats per token of the answer", 1e-9)
     for axes in (left, right):
         axes.set_xlabel("share of the prompt taken from other positions")
     _finish(figure, left, right, path)

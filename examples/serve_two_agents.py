@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -25,8 +26,13 @@ TIDE = {
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """What the server answers to this body."""
     asked = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked) as answer:
-        said: dict[str, Any] = json.load(answer)
+    try:
+        with urllib.request.urlopen(asked) as answer:
+            said: dict[str, Any] = json.load(answer)
+    except urllib.error.HTTPError:  # the server's own refusal
+        raise
+    except urllib.error.URLError as error:
+        sys.exit(f"{url}: {error.reason}. Start a server there first: agentcache serve embedded &")
     return said
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentcache import PASSAGES, Sampling
+from agentcache import PASSAGES, Engine, Sampling
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
 from agentcache.tool_groups import ToolGroups
@@ -219,6 +222,64 @@ def test_texts_forgotten_while_they_are_learnt_leave_no_name(tmp_path: Path, mon
     monkeypatch.setattr(ToolGroups, "settle", forgotten)
     with engine(store=tmp_path) as running:
         assert running.learn({"a": TEXTS["text-1"]}).documents == ()
+        assert running.flush()
+        assert running.store.disk
+        assert running.store.disk.index.groups() == []
+
+
+def sources(running: Engine) -> set[str]:
+    return {one.source for one in running.documents()}
+
+
+def test_texts_released_one_after_the_other_stay_released(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as running:
+        running.learn(TEXTS)
+    with engine(store=tmp_path) as running:
+        assert running.store.disk
+        written = threading.Event()
+        running.store.disk.writer.after(lambda: written.wait(30))  # nothing that waits for the disk's thread is done
+        assert [running.unlearn([name]) for name in ("text-1", "text-2")] == [1, 1]
+        assert sources(running) == TEXTS.keys() - {"text-1", "text-2"}
+        written.set()
+        assert running.flush()
+        assert sources(running) == TEXTS.keys() - {"text-1", "text-2"}
+
+
+def test_texts_released_at_once_are_all_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, packs = threading.Barrier(2), ToolGroups.packs
+
+    def looked(self: ToolGroups) -> list[ToolGroup]:
+        found = packs(self)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(1)  # in vain where one looks after the other
+        return found
+
+    with engine(store=None) as running, ThreadPoolExecutor(2) as callers:
+        running.learn(TEXTS)
+        with monkeypatch.context() as looking:
+            looking.setattr(ToolGroups, "packs", looked)
+            assert list(callers.map(running.unlearn, ["text-1", "text-2"])) == [1, 1]
+        assert sources(running) == TEXTS.keys() - {"text-1", "text-2"}
+
+
+@pytest.mark.parametrize("earlier", [True, False], ids=["of an earlier process", "of this process"])
+def test_a_pack_forgotten_during_a_release_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
+    packs = ToolGroups.packs
+
+    def forgotten(self: ToolGroups) -> list[ToolGroup]:
+        found = packs(self)
+        monkeypatch.undo()
+        running.forget(namespace="default")
+        return found
+
+    with ExitStack() as engines:
+        running = engines.enter_context(engine(store=tmp_path))
+        running.learn(TEXTS)
+        if earlier:
+            engines.close()
+            running = engines.enter_context(engine(store=tmp_path))
+        monkeypatch.setattr(ToolGroups, "packs", forgotten)
+        running.unlearn(["text-1"])
         assert running.flush()
         assert running.store.disk
         assert running.store.disk.index.groups() == []

@@ -57,6 +57,7 @@ def test_a_prompt_over_the_context_names_the_excess() -> None:
         ({"reuse": "maybe"}, "reuse='maybe'"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "choose one"),
         ({"dtype": "float16"}, "dtype"),
+        ({"store": 5}, r"store=5: must be a folder, StoreOptions\(folder, ...\), or None"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ from agentcache import Engine, Reason, StoreOptions
 from agentcache.errors import ConfigError, PolicyError
 from agentcache.policy import Policy
 from tests.approximate.repeated_text import FIRST, GREEDY, OTHER, calibration, tiny_model
-from tests.engines import SYSTEM, chat, decode, engine, wait_until
+from tests.engines import SYSTEM, chat, decode, engine
 
 Opened = Callable[..., AbstractContextManager[Engine]]
 
@@ -82,8 +83,25 @@ def test_requests_of_a_namespace_are_bounded(ruled: Opened, monkeypatch: pytest.
                     running.stream("Fog.")
             running.generate("Fog.", sampling=decode(1), namespace="other")
             stream.close()
-            assert wait_until(lambda: not running._policy._running["default"])  # a request that is left leaves the live ones first
-        assert running.generate("Fog.", sampling=decode(1)).ids
+            assert running.generate("Fog.", sampling=decode(1)).ids
+
+
+def test_a_request_that_is_left_counts_no_longer(ruled: Opened) -> None:
+    forward = threading.Event()
+
+    def until(row: Any) -> None:
+        forward.wait(30)
+
+    with ruled("[[rule]]\nrequests = 1") as running:
+        left = running.stream("Fog.", sampling=decode(9), on_logits=until)
+        try:
+            with pytest.raises(PolicyError):
+                running.stream("Fog.")
+            left.close()
+            second = running.stream("Fog.", sampling=decode(1))  # the forward of the first still runs
+        finally:
+            forward.set()
+        assert second.completion.ids
 
 
 @pytest.mark.parametrize(("bound", "said"), [("pages = 1", "may pin 1 pages: 1 are pinned"), ("bytes = 50000", "may pin 50000 bytes")])

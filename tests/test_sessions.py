@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -527,6 +528,27 @@ def test_the_oldest_of_too_many_branches_are_deleted(model: Any, tmp_path: Path,
         assert len(list(running.store.disk.index.rows())) == 2
         [known] = running.store.disk.index.groups()
         assert len(known.superseded) == 1
+
+
+def test_old_branches_are_deleted_while_no_page_is_admitted(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SUPERSEDED", 1)
+    with engine(model=model, store=tmp_path / "store") as running, ThreadPoolExecutor(1) as other:
+        lock, remove, admissible = running.store.deletions.lock, running.store.tree.remove, list[bool]()
+
+        def admits() -> bool:
+            if free := lock.acquire(blocking=False):
+                lock.release()
+            return free
+
+        def removes(deletion: Any) -> tuple[int, int]:
+            admissible.append(other.submit(admits).result())
+            return remove(deletion)
+
+        monkeypatch.setattr(running.store.tree, "remove", removes)
+        for salt in range(3):
+            talk(running.session("alice"), long_text(20, salt), system="Hi.")
+        assert running.flush()
+        assert admissible == [False]
 
 
 def test_a_disk_without_room_for_all_keeps_sessions_before_turns(model: Any, tmp_path: Path) -> None:

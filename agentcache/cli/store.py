@@ -22,6 +22,8 @@ from ..errors import ConfigError, StoreError
 from ..terminal import bar, facts, listing, report_errors, say_json, shown, size
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..engine import Engine
     from ..store.disk.folder import Folder
     from ..store.disk.index import Index
@@ -216,16 +218,26 @@ def ls(namespace: NamespaceOption = None, adapter: AdapterOption = None, store: 
         say_json({"store": str(folder.path), "groups": groups, "rows": rows, "bytes": total})
         return
     console = Console()
-    shown_adapters = ["adapter"] if any(g["adapter"] for g in groups) else []
-    shown_leases = ["leased until"] if any(g["leased_until"] for g in groups) else []
-    columns = ("name", "namespace", "model", *shown_adapters, "#tokens", "#tools", "#pages", "#size", "created", *shown_leases)
-    cells = [
-        (g["name"], g["namespace"], _short(g["model"]), *(g["adapter"][:12] for _ in shown_adapters), g["prefix_tokens"], len(g["tools"]),
-         f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10],
-         *((g["leased_until"] or "")[:16] for _ in shown_leases)) for g in groups
-    ]  # fmt: skip
-    console.print(listing(columns, cells) if cells else "no tool groups")
+    for what in ("session", "tool group"):  # a server may have many sessions: what comes last stays in sight
+        if some := [group for group in groups if bool(group["leased_until"]) == (what == "session")]:
+            console.print(_table(some, what), "")
+    if not groups:
+        console.print("no tool groups")
     console.print(f"{count(rows, 'page')}, {size(total)} in {shown(str(folder.path))}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(groups: list[dict[str, Any]], what: str) -> Table:
+    """Tool groups, or sessions, a line each."""
+    left_out = {"session": ["model", "#tools", "#created"], "tool group": ["#leased until"]}[what]
+    left_out += [] if any(g["adapter"] for g in groups) else ["adapter"]
+    rows = [
+        {what: g["name"], "namespace": g["namespace"], "model": _short(g["model"]), "adapter": g["adapter"][:12],
+         "#tokens": g["prefix_tokens"], "#tools": len(g["tools"]),
+         "#pages": f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", "#size": size(g["bytes"]),
+         "#created": g["created"][:10], "#leased until": (g["leased_until"] or "")[:16]} for g in groups
+    ]  # fmt: skip
+    columns = [column for column in rows[0] if column not in left_out]
+    return listing(columns, [[row[column] for column in columns] for row in rows])
 
 
 def _short(model: str) -> str:

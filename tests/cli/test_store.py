@@ -113,6 +113,26 @@ def test_ls_shows_sessions_and_their_leases(place: Path) -> None:
     assert leases["session:keeper"] > "2070"
 
 
+def test_ls_breaks_no_head_and_ends_with_tool_groups(place: Path) -> None:
+    with Index(Folder.open(place)) as index:
+        (group,) = index.groups("tests", "harbour/north")
+        index.put_group(replace(group, model="Qwen/Qwen3-4B-Instruct-2507"))
+    for number in range(3):
+        name_session(place, f"{number:032}/researcher", 3.2e9)
+    code, out, err = _run("ls", "--store", place, env={"COLUMNS": "80"})
+    assert code == 0, err
+    lines = out.splitlines()
+    heads = [number for number, line in enumerate(lines) if "namespace" in line.split()]
+    assert [lines[number].split() for number in heads] == [
+        ["session", "namespace", "tokens", "pages", "size", "leased", "until"],
+        ["tool", "group", "namespace", "model", "tokens", "tools", "pages", "size", "created"],
+    ]
+    assert heads[0] == 0, "and no line above that holds the rest of a head"
+    assert lines[heads[1] - 1] == ""
+    assert time.strftime("%Y-%m-%d", time.localtime(group.created)) in out, "no date is broken"
+    assert not any("session:" in line for line in lines[heads[1] :])
+
+
 def test_a_session_is_exported_pruned_and_imported(place: Path, tmp_path: Path) -> None:
     name_session(place, "keeper", 3.2e9)
     assert told("export", "session:keeper", tmp_path / "file", "--store", place)["prefix_tokens"] == 1200
@@ -184,6 +204,14 @@ def test_a_name_that_several_groups_have_is_asked_about(place: Path) -> None:
 def test_a_name_that_no_group_has(place: Path, verb: list[str]) -> None:
     assert "no tool group 'none': `agentcache ls` shows" in refused(*verb, "--store", place)
     assert "in namespace 'x'" in refused(*verb, "--store", place, "--namespace", "x")
+
+
+def test_stats_are_rounded_for_readers_only(place: Path) -> None:
+    with Index(Folder.open(place)) as index:
+        index.set_meta(f"compute/{process_identity.machine()}/weights", "6.123456789 1795241530.79")
+        index.set_meta("read_rate", "1234567.891 1795241530.79")
+    assert [line.split()[-1] for line in said("stats", "--store", place).splitlines() if "per_" in line] == ["1,234,568", "6.12"]
+    assert sorted(told("stats", "--store", place)["rates"].values()) == [6.123456789, 1234567.891]
 
 
 def test_stats_counts(place: Path) -> None:

@@ -23,6 +23,12 @@ def test_the_second_agent_finds_what_the_first_computed(served: Served, capsys: 
     assert all(cached > 0.8 * prompt for cached, prompt in found[1:])
 
 
+def test_without_a_server_the_example_says_what_to_start() -> None:
+    url = "http://127.0.0.1:1"
+    with pytest.raises(SystemExit, match=rf"^{url}: .*refused.* Start a server there first: agentcache serve embedded &$"):
+        runpy.run_path(str(ROOT / "examples" / "serve_two_agents.py"))["main"](url)
+
+
 @pytest.mark.parametrize("command", re.findall(r"^    (curl -s .*?\}')$", PAGE, re.M | re.S))
 def test_the_pages_commands_work(served: Served, command: str) -> None:
     said = command.replace("http://127.0.0.1:8787", served.url).replace("curl -s", "curl -sf")

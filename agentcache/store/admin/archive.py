@@ -60,20 +60,14 @@ def export_group(
     """
     if folder.encrypted and not clear:
         raise StoreError("the store is encrypted and an archive is not: who has the file can read the prompt; say --clear to export it so")
-    found = pages_of(index, group)
-    rows = [row for row in found if row is not None]
-    if len(rows) < len(found):
-        raise StoreError(
-            f"tool group {group.name!r}: {len(found) - len(rows)} of {len(found)} pages are not stored any more: warm it again"
-        )
-    wanted = [replace(row, role=int(Role.GROUP)) for row in rows]
-    last = group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)
-    wanted[-1] = replace(wanted[-1], tokens=last, ids=rows[-1].ids[:last], page_key=group.tip)
-    ids, holder, total = [row.id for row in rows], process_identity.token(), sum(row.bytes for row in rows)
-    held = index.pin(ids, holder)
+    rows, held, holder = _stored(index, group), list[int](), process_identity.token()
     try:
-        if len(held) < len(ids):
-            raise StoreError(f"tool group {group.name!r}: a page was evicted just now: warm it again")
+        while loose := {row.id for row in rows} - {*held}:
+            held += index.pin(loose, holder)
+            rows = _stored(index, group)  # as long as they were loose, others could take their place
+        wanted, total = [replace(row, role=int(Role.GROUP)) for row in rows], sum(row.bytes for row in rows)
+        last = group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)
+        wanted[-1] = replace(wanted[-1], tokens=last, ids=rows[-1].ids[:last], page_key=group.tip)
         with _new_file(target) as fd:
             at = blob_files.write_from(fd, [memoryview(_front(group))], 0)
             for row, less in zip(rows, wanted, strict=True):
@@ -84,6 +78,17 @@ def export_group(
             return at
     finally:
         index.release_pins(held, holder)
+
+
+def _stored(index: Index, group: ToolGroup) -> list[Row]:
+    """The rows of a group's pages. StoreError: one is missing."""
+    found = pages_of(index, group)
+    rows = [row for row in found if row is not None]
+    if len(rows) < len(found):
+        raise StoreError(
+            f"tool group {group.name!r}: {len(found) - len(rows)} of {len(found)} pages are not stored any more: warm it again"
+        )
+    return rows
 
 
 def _write(source: Blob, wanted: Row, fd: int, at: int) -> int:

@@ -6,6 +6,7 @@ Nothing goes that a running process has pinned, nor what such a page continues, 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Iterable
@@ -63,9 +64,9 @@ def prune(
 ) -> Pruned:  # fmt: skip
     """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
 
-    older_than: seconds since it was made. group: its pages and what continues them, but for what other groups share; or the digest of an
-    adapter, whose pages and groups go. max_bytes: in the order in which the store makes room. force: also what running processes have
-    pinned. Leftovers of dead processes go in any case.
+    older_than: seconds since it was made; with a group, since its deletion began, which `finish` ends. group: its pages and what continues
+    them, but for what other groups share; or the digest of an adapter, whose pages and groups go. max_bytes: in the order in which the
+    store makes room. force: also what running processes have pinned. Leftovers of dead processes go in any case.
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
@@ -74,24 +75,15 @@ def prune(
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
     if not dry_run:
         session_rows.end_leases(index)
-    untold = None if dry_run or max_bytes is not None else _told(index, namespace, before, group, force)
+    known = group is not None and before is not None  # it was recorded when it began: told again, what was warmed since would go
+    untold = None if dry_run or max_bytes is not None or known else _told(index, namespace, before, group, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
             index.record_deletion(untold)
             untold = None
-    note = "" if dry_run or max_bytes is not None else _note(index, namespace, before, group, force)
+    note = "" if dry_run or max_bytes is not None or untold is not None else _note(index, namespace, before, group, force)
     held = set() if force else _held(index)
-    if max_bytes is not None:
-        wanted, names = _surplus(index, max_bytes, force), []
-    elif isinstance(group, str):
-        wanted = [_item(row) for row in index.rows(namespace=namespace) if Scope(row.namespace, row.fingerprint).adapter == group]
-        names = [found for found in index.groups(namespace) if found.adapter == group]
-    elif group is not None:
-        wanted = _continuing(index, group)
-        names = [group]
-    else:
-        wanted = [_item(row) for row in index.rows(namespace=namespace, before=before)]
-        names = [found for found in index.groups(namespace) if before is None or found.created < before]
+    wanted, names = (_surplus(index, max_bytes, force), []) if max_bytes is not None else _named(index, namespace, before, group)
     names = [found for found in names if not any(row is not None and row.id in held for row in pages_of(index, found))]
     going = [item for item in wanted if item.id not in held]
     done = Pruned(groups=[found.name for found in names])
@@ -140,7 +132,7 @@ def finish(folder: Folder, index: Index) -> None:
         with suppress(ValueError, KeyError):  # damaged: `verify` finds what stayed
             told = json.loads(said)
             group = ToolGroup.from_json(told["group"]) if told["group"] else told["adapter"]
-            age = max(0.0, time.time() - told["before"]) if group is None else None
+            age = max(0.0, time.time() - told["before"])
             prune(folder, index, namespace=told["namespace"], older_than=age, group=group, force=told["force"])
         index.drop_meta(key)
 
@@ -201,11 +193,22 @@ def _held(index: Index) -> set[int]:
     return held
 
 
-def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
-    """A group's pages and all that continues them, but for what other groups are made of."""
-    others = [other for other in index.groups() if _name(other) != _name(group) and group.spares(other)]
+def _named(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None) -> tuple[list[_Item], list[ToolGroup]]:
+    """The pages, and the tool groups, that a deletion is about."""
+    if isinstance(group, ToolGroup):
+        return _continuing(index, group, before), [group]
+    rows = (row for row in index.rows(namespace=namespace, before=before) if group in (None, Scope(row.namespace, row.fingerprint).adapter))
+    found = [one for one in index.groups(namespace) if group in (None, one.adapter) and (before is None or one.created < before)]
+    return [_item(row) for row in rows], found
+
+
+def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[_Item]:
+    """A group's pages and all that continues them, but for what other groups are made of: one recorded since the deletion `begun`, too."""
+    since, blobs = math.inf if begun is None else begun, index.folder.blobs
+    others = [one for one in index.groups() if (_name(one) != _name(group) or one.created >= since) and group.spares(one)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
-    shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
+    rows = (row for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept)
+    shared = {row.id for row in rows if begun is None or (blobs / row.blob[:2] / f"{row.blob}{blob_files.WHOLE}").exists()}
     below: dict[tuple[str, bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
         below.setdefault((item.fingerprint, item.parent), []).append(item)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
 LONGER = "new after all that is cached"  # the cached prompt ended
-OTHER = "kept prompts go on differently from here"
+OTHER = "cached prompts go on differently from here"
 Key = bytes  # inside the class that name is a property
 
 
@@ -175,7 +175,7 @@ class PrefixTree:
             if same and other != scope and self._walk(other, ids, len(ids) - 1)[1] > at:
                 gone = Reason.ADAPTER if other.weights == scope.weights else Reason.FINGERPRINT
         if gone is not None:
-            return gone, "kept under another adapter" if gone is Reason.ADAPTER else "kept under other weights, config or versions"
+            return gone, "cached under another adapter" if gone is Reason.ADAPTER else "cached under other weights, config or versions"
         if not at:
             return Reason.COLD, ""
         ended = len(path[-1].ids) == (inside or PAGE_TOKENS) and not path[-1].children

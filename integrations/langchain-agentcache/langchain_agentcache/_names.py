@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -129,8 +128,7 @@ def _placed(out: dict[str, Any]) -> None:
 def _hint(name: str, known: Collection[str]) -> str:
     if name in _INSTEAD:
         return f"; {_INSTEAD[name]}"
-    near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], 1, 0.8)
-    return f"; did you mean {near[0]}?" if near else ""
+    return foreign_settings.meant([name], [each for each in known if not each.startswith("_")])
 
 
 def template_text(given: Any) -> Any:

@@ -138,11 +138,9 @@ def test_an_object_at_the_tail_that_was_cut_is_told(llm: Make, run: Make, short:
         assert run(ask()) is None
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: bool) -> None:
-    """LlamaIndex's parser reads {"harbour": "A", "hour": 12 as a whole input."""
-    step = 'Thought: I look.\nAction: wind\nAction Input: {"harbour": "A", "hour": 12'
-    model = llm(step)
+def _cutting(llm: Make, text: str) -> Any:
+    """A model whose max_tokens end its answer after this text."""
+    model = llm(text)
     sampling = model._ask
 
     def cut(messages: Any, given: Any) -> Any:
@@ -151,6 +149,25 @@ def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: b
         return replace(ask, sampling=replace(ask.sampling, forced=ids, max_tokens=len(ids))), answer
 
     object.__setattr__(model, "_ask", cut)
+    return model
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_an_agent_names_max_tokens_where_a_call_was_cut(llm: Make, run: Make, streaming: bool) -> None:
+    """Of a call that the model makes unasked."""
+    model = _cutting(llm, 'I look.\n<tool_call>\n{"name": "tide", "arguments": {"harbour": "A"')
+
+    async def ask() -> Any:
+        return await FunctionAgent(tools=tools(), llm=model, streaming=streaming).run("Tide?")
+
+    with pytest.raises(NoToolCallError, match=r"the call 'tide' with .* is cut short: .*, at max_tokens=\d+: raise it$"):
+        run(ask())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: bool) -> None:
+    """LlamaIndex's parser reads {"harbour": "A", "hour": 12 as a whole input."""
+    model = _cutting(llm, 'Thought: I look.\nAction: wind\nAction Input: {"harbour": "A", "hour": 12')
 
     async def ask() -> Any:
         return await StableReActAgent(tools=tools(), llm=model, streaming=streaming).run("Wind?")

@@ -41,7 +41,9 @@ class Berth(BaseModel):
         ({"additional_kwargs": {"tool_required": True}}, "'tool_required'"),
         ({"additional_kwargs": {"allow_parallel_tool_calls": False}}, "'allow_parallel_tool_calls'"),
         ({"additional_kwargs": {"tools": []}}, "'tools'"),
-        ({"colour": "red"}, r"leave out .*\['colour'\]"),
+        ({"memory_bytes": 1}, r"leave out .*\['memory_bytes'\]"),
+        ({"colour": "red"}, r"unknown options \['colour'\]: neither AgentCacheLLM nor Engine has them$"),
+        ({"max_token": 5}, r"unknown options \['max_token'\]: neither .* has them; did you mean max_tokens\?$"),
     ],
 )
 def test_settings_that_cannot_be(shared_engine: Engine, settings: dict[str, Any], words: str) -> None:
@@ -64,7 +66,8 @@ def test_models_that_are_none(shared_engine: Engine, tmp_path: Path) -> None:
 
 ONE_CALL: list[tuple[dict[str, Any], str]] = [
     ({"stop": 3}, "stop=3: must be a text or a list of texts"),
-    ({"n": 2}, r"unknown options \['n'\]: known are"),
+    ({"n": 2}, r"unknown options \['n'\]: known are .*\]$"),
+    ({"max_token": 5, "temprature": 1}, r"unknown options .*\]; did you mean max_tokens, temperature\?$"),
     ({"max_tokens": -1}, "max_tokens=-1: must be"),
     ({"namespace": 3}, "namespace=3: must be a text"),
     ({"tools": [{"function": {}}]}, "has no function name"),

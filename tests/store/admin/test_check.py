@@ -17,13 +17,13 @@ import pytest
 from agentcache.errors import StorePermissionError
 from agentcache.store.admin import check
 from agentcache.store.admin.check import pages_of, verify
-from agentcache.store.admin.prune import prune
+from agentcache.store.admin.prune import finish, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.database import Database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
-from agentcache.store.keys import Role, Scope
+from agentcache.store.keys import Ids, Role, Scope
 from tests.store.index_rows import DEAD, random_ids
 from tests.store.stocked_store import blob_bytes, manifest_of, page_of_row, reads_back, rows_of_group, store_group
 from tests.store.stored_pages import blob_path, edit_file
@@ -354,6 +354,61 @@ def test_a_group_warmed_during_a_deletion_stays(
     assert index.splice("tests", b"k" * 32) is None
     if "older_than" in what:
         assert index.splice("tests", b"l" * 32)
+
+
+@pytest.mark.parametrize("warmed", [PROMPT, PROMPT[:700], random_ids(600, 2)], ids=["same", "shorter", "other"])
+def test_a_group_warmed_since_a_killed_deletion_stays(shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch, warmed: Ids) -> None:
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(process_identity, "token", lambda: DEAD)
+        dying.setattr(index, "remove", kill)
+        with pytest.raises(KeyboardInterrupt):
+            prune(shop.folder, index, group=index.groups()[0], force=True)
+    told, new = index.generation(), store_group(index, warmed, "harbour")
+    finish(shop.folder, index)
+    assert index.generation() == told, "else running processes would unpin the new group"
+    assert {row.id for row in index.rows()} == {row.id for row in [*new, *shop.others]}
+    [group] = index.groups()
+    assert (None not in pages_of(index, group), reads_back(shop.folder, new)) == (True, True)
+    assert index.unfinished() == []
+    assert verify(shop.folder).sound
+
+
+def test_adapter_pages_written_since_a_killed_deletion_stay(shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    scope = Scope("tests", "weights+adapter")
+    store_group(index, PROMPT, "quay", scope=scope)
+    with monkeypatch.context() as dying:
+        dying.setattr(process_identity, "token", lambda: DEAD)
+        dying.setattr(index, "remove", kill)
+        with pytest.raises(KeyboardInterrupt):
+            prune(shop.folder, index, group="adapter", force=True)
+    told, new = index.generation(), store_group(index, random_ids(600, 2), "mole", scope=scope)
+    finish(shop.folder, index)
+    assert index.generation() == told
+    assert {row.id for row in index.rows(fingerprint=scope.fingerprint)} == {row.id for row in new}
+    assert {group.name for group in index.groups()} == {"harbour", "mole"}
+
+
+def test_a_killed_deletion_leaves_no_row_without_its_blob(shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*given: Any) -> None:
+        unlink(*given)
+        raise KeyboardInterrupt
+
+    unlink = blob_files.unlink
+    with monkeypatch.context() as dying:
+        dying.setattr(process_identity, "token", lambda: DEAD)
+        dying.setattr(blob_files, "unlink", kill)
+        with pytest.raises(KeyboardInterrupt):
+            prune(shop.folder, index, group=index.groups()[0], force=True)
+    store_group(index, PROMPT, "harbour")  # finds the rows
+    finish(shop.folder, index)
+    assert verify(shop.folder).sound
+    assert [group.name for group in index.groups()] == ["harbour"]
 
 
 def test_a_dry_run_deletes_nothing(shop: Shop, index: Index) -> None:

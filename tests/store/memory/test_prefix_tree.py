@@ -20,7 +20,7 @@ from agentcache.store.entry import Entry, Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
 from agentcache.store.lent_pages import lend
 from agentcache.store.memory.eviction_log import EvictionLog
-from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, OTHER, PrefixTree
+from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, PrefixTree
 from agentcache.types import Reason
 from tests.engines import check_store
 
@@ -183,8 +183,15 @@ def test_every_miss_has_its_reason() -> None:
     assert reason(store, prompt) == Reason.LAST_TOKEN
     longer, other = store.match(HERE, as_ids([*prompt, 3, 3])), store.match(HERE, as_ids([*prompt[:600], 3, 3]))
     assert (longer.missed, longer.detail) == (Reason.DIVERGED, LONGER)
-    assert (other.missed, other.detail) == (Reason.DIVERGED, OTHER)
-    assert reason(store, prompt, Scope("ns", "other weights")) == Reason.FINGERPRINT
+    assert (other.missed, other.detail) == (Reason.DIVERGED, "cached prompts go on differently from here")
+    for weights, missed, owner in (
+        ("other weights", Reason.FINGERPRINT, "weights, config or versions"),
+        ("weights+a", Reason.ADAPTER, "adapter"),
+    ):
+        found = store.match(Scope("ns", weights), as_ids(prompt))
+        assert found.missed == missed
+        assert found.detail.startswith("cached under ")
+        assert found.detail.endswith(owner)
     assert reason(store, prompt, Scope("other", "weights")) == Reason.COLD
     keep(store, page_of(8))  # evicts the partial page
     assert reason(store, prompt) == Reason.EVICTED

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from agentcache import Engine, Message, Sampling, Stream
+from agentcache import Engine, Message, Sampling, Stream, foreign_settings
 from agentcache.errors import ConfigError
 
 from .names import said as in_our_words
@@ -64,9 +64,9 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     if not isinstance(given, Mapping):
         raise ConfigError(f"additional_kwargs={given!r:.200}: must be a dict of options")
     given = in_our_words(given)
-    unknown = sorted(set(given) - {*SAMPLING, *REQUEST, *FORMS, *TOOLS})
-    if unknown:
-        raise ConfigError(f"unknown options {unknown!r}: known are {sorted({*SAMPLING, *REQUEST, *FORMS, *TOOLS})!r}")
+    known = {*SAMPLING, *REQUEST, *FORMS, *TOOLS}
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(f"unknown options {unknown!r}: known are {sorted(known)!r}{foreign_settings.meant(unknown, known)}")
     said = {name: value for name, value in given.items() if value is not None}
     if not isinstance(space := said.get("namespace", ""), str):
         raise ConfigError(f"namespace={space!r:.200}: must be a text")

@@ -67,6 +67,9 @@ def renamed(model: Any, given: Mapping[str, Any], fields: Collection[str]) -> tu
     every = {one: options.pop(one) for one in list(options) if one in (*SAMPLING, *REQUEST, *FORMS) and one not in (*fields, *ENGINE)}
     if every:
         options["additional_kwargs"] = joined(mapping("additional_kwargs", options.get("additional_kwargs")), every, "additional_kwargs")
+    if unknown := sorted(set(options) - {*ENGINE, *fields}):
+        near = foreign_settings.meant(unknown, {*ENGINE, *fields, *SAMPLING, *REQUEST, *FORMS})
+        raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them{near}")
     return model, options
 
 
@@ -92,8 +95,6 @@ def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, An
         raise ConfigError("model=None: give a Hugging Face id, a folder, a loaded model with its tokenizer, engine=, or base_url=")
     if options.get("api_key") is not None:
         raise ConfigError("api_key: is for base_url=, the address of an `agentcache serve`")
-    if unknown := sorted(set(options) - ENGINE):
-        raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
     if engine is not None:
         return SavedArgs({}, ("engine",))
     given = {"tokenizer": tokenizer, **{name: _plain(name, value) for name, value in options.items()}}
