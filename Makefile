@@ -14,8 +14,8 @@ INTEGRATIONS := $(wildcard integrations/*)
 # The tests of each integration run where it lies: they are packages of their own.
 SUITES := $(addprefix tests-of/,$(INTEGRATIONS))
 PYTEST := "$(CURDIR)/$(BIN)/python" -m pytest
-# Lint and the integrations run beside them. A third worker ends a minute sooner, keeps two cores always busy, and takes 3 GB more.
-WORKERS ?= 2
+# Lint and the integrations run beside them. A third worker keeps two cores busy while others wait, and takes 3 GB more.
+WORKERS ?= $(shell awk '/MemTotal/ { print ($$2 > 15e6 ? 3 : 2) }' /proc/meminfo 2>/dev/null || echo 2)
 # Beside each other: the files of the core, and one after the other lint and the integrations. What measures time or uses all cores is marked
 # `alone`, and is.
 # Processes that share cores do not spin where a thread waits: others would wait for it. That alone is most of the time of small models.

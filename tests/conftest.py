@@ -6,6 +6,7 @@ Imports PyTorch only where a test is run: pytest's own process, which starts tho
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once instead of asking a network that is blocked
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of collections."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

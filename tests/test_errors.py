@@ -281,11 +281,11 @@ def test_a_device_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.Mon
 
 
 def foreign_model() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import MptConfig, MptForCausalLM
 
     torch.manual_seed(0)
-    shape = {"vocab_size": models.VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None, initializer_range=0.2)).eval()
+    shape = {"vocab_size": models.VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 512}
+    return MptForCausalLM(MptConfig(**shape, bos_token_id=None, eos_token_id=None, initializer_range=0.2)).eval()
 
 
 def test_a_model_that_cannot_be_paged_answers_and_says_why() -> None:
@@ -298,7 +298,7 @@ def test_a_model_that_cannot_be_paged_answers_and_says_why() -> None:
         assert (receipt.cached_tokens, receipt.bitwise, receipt.path) == (0, False, "stock")
         (refusal,) = receipt.refusals
         assert (refusal.reason, refusal.start, refusal.stop) == (Reason.LAYER_KIND, 0, receipt.prompt_tokens)
-        assert "gpt2" in refusal.detail
+        assert "mpt" in refusal.detail
         ids = torch.tensor([running.renderer.render(chat("x"), TOOLS).ids])
         with pytest.raises(errors.ConfigError, match="cannot be kept"):
             running.warm(SYSTEM, TOOLS)

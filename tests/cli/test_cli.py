@@ -118,7 +118,16 @@ def test_doctor_of_a_model(model_folder: Path) -> None:
         ("jamba", {"reuse": False, "why not": "continued after 64 tokens", "reused": "nothing", "promise": "the model's own"}, None),
         (
             "deepseek_v32",
-            {"reuse": False, "proof": "none made", "why not": "attention of 'DeepseekV32Attention' depends on 'indices' (an indexer"},
+            {"reuse": True, "promise": "the greedy tokens", "KV bytes per token": 896},
+            {
+                "attend to all tokens": 4,
+                "of these, choose the tokens that they see: pages hold an indexer's keys, too": 4,
+                "of these, latent: pages hold latents": 4,
+            },
+        ),
+        (
+            "inkling_text",
+            {"reuse": False, "proof": "none made", "why not": "attention of 'InklingAttention' depends on 'position_bias' (a"},
             None,
         ),
     ],
