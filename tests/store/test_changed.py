@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +367,16 @@ def test_a_page_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypat
         patch.setattr(blob_files, "bring_in", late)
         assert "was written to while it was read" in str(stored_pages.refused_read(folder, row))
     assert stored_pages.same_numbers(stored_pages.read_page(folder, row), stored_pages.noise_page(), 512)
+
+
+def test_a_file_whose_name_is_being_taken_away_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment of its deletion another process finds it by its name, without links and changed just now."""
+    folder = Folder.open(tmp_path / "store")
+    row = blob_io.write(folder, stored_pages.unstored_row(), stored_pages.noise_page())
+    fd, _ = blob_files.open_file(folder, row.blob)
+    opened = replace(blob_files.Opened.of(folder, row.blob, fd), times=(0, 0))
+    assert opened.changed()
+    blob_files.remove(folder, [row])
+    monkeypatch.setattr(blob_files.os, "stat", lambda *_, **__: os.fstat(fd))
+    assert not opened.changed()
+    os.close(fd)

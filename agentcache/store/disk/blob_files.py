@@ -77,7 +77,7 @@ class Opened:
             about = os.stat(self.path, follow_symlinks=False)
         except OSError:
             return False
-        if (about.st_dev, about.st_ino) != self.file:
+        if (about.st_dev, about.st_ino) != self.file or not about.st_nlink:  # no links: its name is being taken away
             return False
         return (about.st_size, about.st_ctime_ns, about.st_mtime_ns) != (self.bytes, *self.times)
 
