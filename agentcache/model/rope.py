@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-FIXED = frozenset({"default", "linear", "yarn", "llama3"})
 BY_LENGTH = frozenset({"longrope", "dynamic"})
 _STEP = 4096  # positions by which a table grows
 
