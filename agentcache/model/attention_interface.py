@@ -20,7 +20,9 @@ from .attention import Batch
 from .family import attention_of, watch
 
 ATTENTION = "agentcache"
-running = threading.local()  # of the packed forward in this thread: its model, rotary tables, slots, and how many layers have attended
+running = (
+    threading.local()
+)  # of the packed forward in this thread: its config, rotary tables, slots, products, and how many layers attended
 
 
 def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:

@@ -310,11 +310,12 @@ class HFModel:
         try:
             glance, adapt = token.glance if token is not None else None, batch.adapt if adapters else None
             with RowPureLinear(numerics.kernel, numerics.rows, head, glance, adapt) as products:
+                running.products = products
                 if state is not None:
                     state.cut(products, *parts[0].cuts)
                 logits = self._generic(ids, positions, wanted, state)
         finally:
-            running.batch = running.tables = None
+            running.batch = running.tables = running.products = None
         if self.spec is None or running.layers != (self._calls or len(self._slots)):
             raise RuntimeError(f"{running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
         for adapter, _ in batch.acting:

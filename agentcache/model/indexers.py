@@ -1,7 +1,7 @@
 """Sparse attention (DSA): an indexer, with keys of its own in slots of their own, chooses the tokens that each row sees.
 
 The module's own code chooses (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): it runs for each part of a packed forward, over the keys in
-that part's pages.
+that part's pages. Products of its rows are computed for all parts at once.
 """
 
 from __future__ import annotations
@@ -27,61 +27,66 @@ class Indexers:
     """Those of a decoder, if it has some."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._owners: list[Any] = [one for one in decoder.modules() if _fits(one._modules.get("indexer"))]
-        for owner in self._owners:
-            if "indexer" not in vars(owner):
-                vars(owner)["indexer"] = _Indexer(owner.indexer)  # found before the submodule of that name, which stays as it is
-            owner.indexer.engines += 1
+        self._modules: list[Any] = [module for module in decoder.modules() if _fits(module)]
+        for module in self._modules:
+            (_hooks_of(module) or _Hooks(module)).engines += 1
 
     def __bool__(self) -> bool:
-        return bool(self._owners)
+        return bool(self._modules)
 
     @contextmanager
     def narrowed(self) -> Iterator[None]:
         """Let rows see few tokens for a while."""
-        modules = [owner.indexer.module for owner in self._owners]
-        before = [module.index_topk for module in modules]
-        for module in modules:
+        before = [module.index_topk for module in self._modules]
+        for module in self._modules:
             module.index_topk = min(module.index_topk, NARROW)
         try:
             yield
         finally:
-            for module, topk in zip(modules, before, strict=True):
+            for module, topk in zip(self._modules, before, strict=True):
                 module.index_topk = topk
 
     def remove(self) -> None:
-        """Give the modules their own indexer back."""
-        for owner in self._owners:
-            owner.indexer.engines -= 1
-            if not owner.indexer.engines:
-                del vars(owner)["indexer"]
+        """Leave the modules to their owner."""
+        for module in self._modules:
+            if (hooks := _hooks_of(module)) is not None:
+                hooks.leave()
 
 
-class _Indexer:
-    """Stands in for a layer's indexer: a packed forward chooses over pages. engines: the number of those that need it."""
+class _Hooks:
+    """Lets an indexer choose part by part in a packed forward. engines: the number of those that need it."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.engines, self._signature = module, 0, inspect.signature(module.forward)
+        self.engines, self._signature = 0, inspect.signature(module.forward)
+        self._handles = [module.register_forward_pre_hook(self, with_kwargs=True), module.register_forward_hook(self._join)]
 
-    def __call__(self, *args: Any, **kw: Any) -> Any:
+    def leave(self) -> None:
+        self.engines -= 1
+        for handle in self._handles if not self.engines else ():
+            handle.remove()
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+        """Choose for all parts but the last, whose rows the module is given."""
         batch: Batch | None = getattr(running, "batch", None)
-        given = self._signature.bind(*args, **kw).arguments
+        given = self._signature.bind(*args, **kwargs).arguments
         if batch is None and getattr(running, "watched", None) is not None:
-            return self.module(**{**given, "past_key_values": _Watched(self.module)})
+            return (), {**given, "past_key_values": _Watched(module)}
         if batch is None and getattr(running, "shadow", None) is None:
-            return self.module(*args, **kw)
+            return None
         slot, running.layers = running.slots[running.layers], running.layers + 1
-        return self.module(*args, **kw) if batch is None else self._chosen(batch, slot, given)
+        if batch is None:
+            return None
+        calls = [_call(batch, part, slot, given) for part in batch.parts]
+        running.chosen = [module.forward(**call) for call in calls[:-1]]
+        return (), calls[-1]
 
-    def _chosen(self, batch: Batch, slot: int, given: dict[str, Any]) -> torch.Tensor:
-        """Positions [1, rows, tokens] that each row sees; those of a row that sees fewer are repeated."""
-        found = []
-        for part in batch.parts:
-            rows, stop = slice(part.offset, part.offset + part.count), part.start + part.count
-            at = torch.arange(stop, device=given["hidden_states"].device)
-            own = {name: _rows(value, rows, batch.rows) for name, value in given.items()}
-            own["attention_mask"] = ~Attention(1.0).hidden(at[part.start :, None], at[None])[None]
-            found.append(self.module(**{**own, "past_key_values": _Pages(part, slot)}))
+    def _join(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        """The positions [1, rows, tokens] that each row sees; those of a row that sees fewer are repeated."""
+        batch: Batch | None = getattr(running, "batch", None)
+        if batch is None:
+            return None
+        running.products.forget()
+        found, running.chosen = [*running.chosen, output], []
         width = max(one.shape[-1] for one in found)
         packed = torch.cat([torch.cat([one, one[..., :1].expand(-1, -1, width - one.shape[-1])], -1) for one in found], 1)
         return pad(packed, (0, 0, 0, batch.rows - packed.shape[1]))
@@ -116,8 +121,22 @@ def _fits(module: Any) -> bool:
     return hasattr(module, "index_topk") and inspect.signature(module.forward).parameters.keys() >= _GIVEN
 
 
-def _rows(value: Any, rows: slice, of: int) -> Any:
-    """The rows of one part, of whatever has rows: tensors [1, of, ...], or tuples of them."""
+def _hooks_of(module: nn.Module) -> _Hooks | None:
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hooks)), None)
+
+
+def _call(batch: Batch, part: Part, slot: int, given: dict[str, Any]) -> dict[str, Any]:
+    """What the module is given for the rows of one part."""
+    own, stop = {name: _rows(value, part, batch.rows) for name, value in given.items()}, part.start + part.count
+    at = torch.arange(stop, device=given["hidden_states"].device)
+    visible = ~Attention(1.0).hidden(at[part.start :, None], at[None])[None]
+    return {**own, "attention_mask": visible, "past_key_values": _Pages(part, slot)}
+
+
+def _rows(value: Any, part: Part, rows: int) -> Any:
+    """The rows of one part, of whatever has so many: their products are computed for all parts at once."""
     if isinstance(value, tuple):
-        return tuple(_rows(one, rows, of) for one in value)
-    return value[:, rows] if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == of else value
+        return tuple(_rows(one, part, rows) for one in value)
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
+        return running.products.share(value, part.offset, part.offset + part.count)
+    return value

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from agentcache.bench import families
-from agentcache.model import indexers
 from agentcache.model.attention import Attention
 from agentcache.model.hf import HFModel
+from tests.engines import chat, decode, engine, long_text
 from tests.families import Run, pack, stock_logits, tokens
+from tests.saved_adapters import by_peft, generated, save_for
 
 INDEXED = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
 WIDTH, TOPK = 16, 64  # of the tiny models
@@ -44,7 +46,7 @@ def test_rows_see_chosen_tokens_however_a_prompt_is_cut(family: str) -> None:
     assert len(far(other, others)) <= 20
     assert len(far(run.branch(530).chunks(1), stock)) <= 20, "shared pages have the indexers' keys, too"
     held.close()
-    assert not any(isinstance(vars(module).get("indexer"), indexers._Indexer) for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in modules(model))
     assert torch.equal(stock_logits(model, ids), stock)
 
 
@@ -54,7 +56,7 @@ def test_two_engines_share_an_indexer_until_both_close() -> None:
     one.close()
     assert not far(Run(other, tokens(100)).chunks(), stock_logits(model, tokens(100)))
     other.close()
-    assert not any("indexer" in vars(module) for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in modules(model))
 
 
 def test_a_proof_narrows_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +65,15 @@ def test_a_proof_narrows_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
     held = HFModel(families.build("deepseek_v32", index_topk=2048))
     assert not held.support.paged
     assert "attention over pages is not its own" in held.support.why
+
+
+def test_an_adapter_of_an_indexer_answers_as_in_peft(tmp_path: Path) -> None:
+    save_for(families.build("deepseek_v32"), tmp_path, target_modules=["wq_b", "wk", "o_proj"])
+    wrapped, prompt = by_peft(tmp_path, model=families.build("deepseek_v32")), chat(long_text(150))
+    with engine(model=families.build("deepseek_v32"), store=None) as running:
+        running.add_adapter("one", tmp_path)
+        streams = [running.stream(prompt, sampling=decode(4), adapter=name) for name in ("one", None)]  # they share forwards
+        found, base = (stream.completion.ids for stream in streams)
+        expected, _ = generated(wrapped, list(running.renderer.render(prompt).ids), 4)
+        assert list(found) == expected
+        assert found != base
