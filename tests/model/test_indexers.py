@@ -13,7 +13,7 @@ from agentcache.model.attention import Attention
 from agentcache.model.hf import HFModel
 from tests.engines import chat, decode, engine, long_text
 from tests.families import Run, pack, stock_logits, tokens
-from tests.saved_adapters import by_peft, generated, save_for
+from tests.saved_adapters import answer, by_peft, generated, save_for
 
 INDEXED = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
 WIDTH, TOPK = 16, 64  # of the tiny models
@@ -68,12 +68,18 @@ def test_a_proof_narrows_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_adapter_of_an_indexer_answers_as_in_peft(tmp_path: Path) -> None:
-    save_for(families.build("deepseek_v32"), tmp_path, target_modules=["wq_b", "wk", "o_proj"])
-    wrapped, prompt = by_peft(tmp_path, model=families.build("deepseek_v32")), chat(long_text(150))
+    save_for(families.build("deepseek_v32"), tmp_path, target_modules=["wq_b", "wk"])  # these alone: they change what rows see
+    wrapped, prompts = by_peft(tmp_path, model=families.build("deepseek_v32")), [chat(long_text(80, salt)) for salt in (1, 2)]
     with engine(model=families.build("deepseek_v32"), store=None) as running:
         running.add_adapter("one", tmp_path)
-        streams = [running.stream(prompt, sampling=decode(4), adapter=name) for name in ("one", None)]  # they share forwards
-        found, base = (stream.completion.ids for stream in streams)
-        expected, _ = generated(wrapped, list(running.renderer.render(prompt).ids), 4)
-        assert list(found) == expected
-        assert found != base
+        logits: list[list[torch.Tensor]] = [[], []]
+        streams = [
+            running.stream(prompt, sampling=decode(12), adapter="one", on_logits=lambda row, told=told: told.append(row.clone()))
+            for prompt, told in zip(prompts, logits, strict=True)
+        ]  # they share forwards
+        for prompt, stream, told in zip(prompts, streams, logits, strict=True):
+            expected, rows = generated(wrapped, list(running.renderer.render(prompt).ids), 12)
+            assert list(stream.completion.ids) == expected
+            assert not stream.completion.receipt.notes, "none ran alone after a failure"
+            assert float((torch.stack(told) - rows).abs().max()) <= 1e-4
+        assert float((answer(running, prompt, None, tokens=1)[0][1] - rows[:1]).abs().max()) > 1e-3, "it changes something"
