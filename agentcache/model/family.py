@@ -121,9 +121,10 @@ def obstacle(layers: list[Layer], dtype: torch.dtype) -> str:
             return layer.why
     if not layers:
         return "no layer calls attention by transformers' interface: its state is not keys and values per token"
-    if len({layer.dtype for layer in layers}) > 1:
-        return f"layers mix number types {sorted({str(layer.dtype) for layer in layers})}"
-    return f"keys are {layers[0].dtype}, weights {dtype}" if layers[0].dtype != dtype else ""
+    types = {layer.dtype for layer in layers if layer.value_width}  # keys of an indexer lie in the type of the others
+    if len(types) > 1:
+        return f"layers mix number types {sorted(map(str, types))}"
+    return f"keys are {types.pop()}, weights {dtype}" if types != {dtype} else ""
 
 
 def examine(model: Any, decoder: Any) -> str:

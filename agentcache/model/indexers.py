@@ -113,7 +113,7 @@ class _Pages:
         part = self._part
         new = keys[0, :, None]
         write(part, self._slot, new, new[..., :0])
-        return part.sequence.read(self._slot, 0, part.start + part.count)[0].transpose(0, 1)
+        return part.sequence.read(self._slot, 0, part.start + part.count)[0].transpose(0, 1).to(keys.dtype)
 
 
 def _fits(module: Any) -> bool:

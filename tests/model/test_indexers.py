@@ -59,6 +59,13 @@ def test_two_engines_share_an_indexer_until_both_close() -> None:
     assert not any(module._forward_pre_hooks for module in modules(model))
 
 
+def test_keys_of_wider_numbers_lie_in_the_type_of_others() -> None:
+    held = HFModel(families.build("dots3_note_text", torch.bfloat16))
+    assert held.support.paged, held.support.why
+    assert held.spec is not None
+    assert KEYS in held.spec.layer_widths
+
+
 def test_a_proof_narrows_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer tokens than fit into the proof's prompt: a choice that is lost shows only there."""
     monkeypatch.setattr(Attention, "of", lambda self, part: Attention(self.scale))
