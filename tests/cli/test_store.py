@@ -169,6 +169,8 @@ def test_inspect_shows_a_group_whose_name_is_no_path(place: Path) -> None:
     out = said("inspect", "harbour/north", "--store", place)
     assert "weights" in out
     assert "tide, wind" in out
+    assert "unknown" not in out
+    assert "adapter" not in out
     found = told("inspect", "harbour/north", "--store", place)
     assert (found["pages"], found["pages_stored"], found["precision"]) == (3, 3, "exact")
     assert [page["tokens"] for page in found["chain"]] == [512, 512, 176]
