@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 
 from ..bench.options import Dtype
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, StoreWarning
 from ..terminal import bar, facts, listing, report_errors, say_json, shown, size
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def warm(
         from ..engine import Engine
         from ..types import StoreOptions
 
+        warnings.filterwarnings("ignore", "pages are not written", StoreWarning)  # _flushed says so itself
         with Engine(model, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
             with bar("warming", as_json) as tell:
                 group = engine.warm(prompt, schemas, name=name, namespace=namespace, tools_order=tools_order.value, on_progress=tell)
