@@ -126,7 +126,11 @@ def verify(folder: str | os.PathLike[str]) -> tuple[int, list[Fault]]:
 
 def read(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """All receipts of a folder, chain by chain. StoreCorruptError names a line that is no receipt; `verify` says what is wrong with it."""
-    for files in _chains(Path(folder).expanduser()).values():
+    place = Path(folder).expanduser()
+    chains = _chains(place)
+    if not chains and not (place / "key").exists():
+        raise _no_receipts(place)
+    for files in chains.values():
         for path in files:
             for number, raw in enumerate(path.read_bytes().splitlines(), 1):
                 try:
@@ -213,6 +217,10 @@ def _chains(place: Path) -> dict[str, list[Path]]:
     return chains
 
 
+def _no_receipts(place: Path) -> ConfigError:
+    return ConfigError(f"{str(place)!r} holds no receipts: name the folder that was given to Engine(receipts=...)")
+
+
 def _key(place: Path, create: bool = False) -> bytes:
     """The folder's key: of it alone, readable by its owner alone."""
     if create:
@@ -221,7 +229,7 @@ def _key(place: Path, create: bool = False) -> bytes:
             if not (place / "key").exists():
                 put(place / "key", secrets.token_bytes(KEY_BYTES))
     if not (place / "key").exists():
-        raise ConfigError(f"{str(place)!r} holds no receipts: name the folder that was given to Engine(receipts=...)")
+        raise _no_receipts(place)
     check(place / "key", stat.S_ISREG)
     key = (place / "key").read_bytes()
     if len(key) != KEY_BYTES:

@@ -46,7 +46,11 @@ def check_callbacks(callbacks: Callbacks) -> Callbacks:
     """The callbacks; TypeError, as of any call, for what is none: it names the place of a misplaced setting."""
     for name, value in callbacks.items():
         if name not in Callbacks.__annotations__:
-            way = f"pass sampling=Sampling({name}={value!r:.50})" if name in Sampling.__dataclass_fields__ else "docs/configure.md has all"
+            way = f"pass sampling=Sampling({name}={value!r:.50})"
+            if name not in Sampling.__dataclass_fields__:
+                from .foreign_settings import meant
+
+                way = f"docs/configure.md has all{meant([name], [*Sampling.__dataclass_fields__, *Callbacks.__annotations__])}"
             raise TypeError(f"{name}={value!r:.200}: a request has no such option; {way}")
     return callbacks
 

@@ -24,7 +24,7 @@ class report_errors(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, AgentCacheError):
-            typer.echo(f"agentcache: {shown(str(error))}", err=True)
+            typer.echo(f"agentcache: {shown(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(1) from error
 
 

@@ -46,9 +46,9 @@ def main(model: str, folder: str, question: str) -> None:
     with SqliteSaver.from_conn_string(str(Path(folder) / "conversation.sqlite")) as saver:
         app = graph.compile(checkpointer=saver)
         state = app.invoke({"messages": [("user", question)]}, {"configurable": {"thread_id": "keeper"}})
-    answer = state["messages"][-1]
-    receipt = answer.response_metadata["agentcache"]
-    print(answer.text)
+    asked = max(at for at, message in enumerate(state["messages"]) if message.type == "human")
+    receipt = state["messages"][asked + 1].response_metadata["agentcache"]  # of the first step: later ones find pages in memory
+    print(state["messages"][-1].text)
     read = f"{receipt['cached_tokens']} tokens cached, {receipt['disk_tokens']} of them read from disk"
     print(f"{len(state['messages'])} messages, {read}; the thread's session: {receipt['resumed'] or 'new'}")
 

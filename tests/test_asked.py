@@ -153,7 +153,7 @@ def test_what_cannot_be_had_is_said(model_folder: Path) -> None:
 def test_misplaced_settings_name_their_place(engine: Engine, model_folder: Path) -> None:
     with pytest.raises(TypeError, match=r"max_tokens=4: a request has no such option; pass sampling=Sampling\(max_tokens=4\)"):
         engine.generate(PROMPT, max_tokens=4)
-    with pytest.raises(TypeError, match=r"max_token=4: a request has no such option; docs/configure.md has all"):
+    with pytest.raises(TypeError, match=r"max_token=4: a request has no such option; docs/configure.md has all; did you mean max_tokens"):
         engine.generate(PROMPT, max_token=4)
     with pytest.raises(TypeError, match=r"max_tokens=4: an engine has no such option; it is a field of Sampling"):
         Engine(model_folder, store=None, max_tokens=4)  # type: ignore[call-arg]

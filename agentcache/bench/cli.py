@@ -58,7 +58,7 @@ def latency(
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
+    """Time to first token and per token, for growing tool lists. Ours against generate and its caches."""
     with report_errors():
         from . import baselines, llama_cpp, report
         from . import latency as bench
@@ -88,15 +88,19 @@ def react(
     isa: IsaOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Replay recorded agent episodes: tokens computed of those sent, and the time of every call."""
+    """Replay recorded agent episodes: computed tokens and times. Tokens computed of those sent, and the time of every call."""
     with report_errors():
         from .. import traces
         from . import react as bench
         from . import report
 
         if not workload:
-            raise ConfigError("workload=None: name a recorded trace with --workload")
+            raise ConfigError("workload=None: name a recorded trace with --workload; `agentcache.Recorder` writes one of your own agent")
         families = {path.stem: list(traces.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
+        if lacking := [str(path) for path in workload if not any(one.calls for one in families[path.stem])]:
+            raise ConfigError(
+                f"--workload={lacking[0]!r}: no recorded call with its answer is in it; `agentcache.Recorder` writes such files"
+            )
         texts = [text for read in families.values() for text in traces.texts(read)]
         with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
             run.keep(bench.run(run.engine, families, run.say, off=off, stock=stock))
@@ -118,7 +122,7 @@ def serve(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Many agents at one server: first tokens and tokens per second over HTTP, in process, and from transformers serve."""
+    """Many agents at one server: first tokens and tokens per second. Over HTTP, in process, and from transformers serve."""
     with report_errors():
         from .. import traces
         from . import report
@@ -147,7 +151,7 @@ def store(
     store_dir: Annotated[Path | None, typer.Option(help="Where the files are made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Pages to disk and back: writing, reading and verifying against raw files."""
+    """Pages to disk and back, against raw files. Writing, reading and verifying."""
     with report_errors():
         from . import report
         from . import store as bench
@@ -176,7 +180,7 @@ def adapters(
     isa: IsaOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Change of adapter at a long prompt: first tokens and computed tokens, against a base hit and a cold prompt."""
+    """Change of adapter at a long prompt. First tokens and computed tokens, against a base hit and a cold prompt."""
     with report_errors():
         from . import adapters as bench
         from . import report
@@ -197,7 +201,7 @@ def families(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Reuse of every known family on a tiny random model: tool group, next step, second process, against reuse off."""
+    """Reuse of every known family on a tiny random model. Tool group, next step, second process, against reuse off."""
     with report_errors():
         import torch
 
@@ -239,7 +243,7 @@ def quality(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Choice of tools and their arguments, by greedy decoding: unseen tools and words, episodes, intervals."""
+    """Choice of tools and their arguments, by greedy decoding. Unseen tools and words, episodes, intervals."""
     with report_errors():
         from . import quality as bench
         from . import report

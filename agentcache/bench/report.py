@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +51,30 @@ def drawn(title: str, columns: Mapping[str, Cell], rows: Sequence[Row], caption:
     return table(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], caption)
 
 
+def fitted(made: Table, width: int) -> Iterator[Table]:
+    """The table; in a narrower terminal its columns below each other, the first one again in each part: no figure is cut off."""
+    need = [3 + max(map(cell_len, (str(c.header), *map(str, c.cells)))) if c.no_wrap else 20 for c in made.columns]
+    parts, used = [[0]], 1 + need[0]
+    for at, wide in enumerate(need[1:], 1):
+        if used + wide > width and len(parts[-1]) > 1:
+            parts.append([0])
+            used = 1 + need[0]
+        parts[-1].append(at)
+        used += wide
+    for part in parts:
+        shown = copy(made)
+        shown.columns = [replace(made.columns[at], _index=place) for place, at in enumerate(part)]
+        shown.title = made.title if part is parts[0] else None
+        shown.caption = made.caption if part is parts[-1] else None
+        yield shown
+
+
+def _disturbed(shares: Sequence[float]) -> str:
+    """A caption that tells of other processes, which make all times longer; empty where they took little."""
+    worst = max(shares, default=0.0)
+    return f"other processes took up to {worst:.0%} of the processors: measure again on an idle machine" if worst > 0.1 else ""
+
+
 def latency_tables(rows: Sequence[Row]) -> list[Table]:
     """First tokens; further tokens and what warming is worth."""
     first = {"tools": of("tools"), "prompt": of("prompt_tokens"), "tail": of("tail_tokens")}
@@ -61,8 +87,9 @@ def latency_tables(rows: Sequence[Row]) -> list[Table]:
     rest |= {"warm ms": of("warm_ms"), "MB": of("group_bytes", 1, 1e6)}
     rest |= {"even after": of("break_even_requests", 2), "min saved": of("saved_ms_per_1000", 1, 6e4)}
     caption = "even after: requests that repay warming; saved: per 1,000 requests"
+    loads = [load["foreign_median"] for row in rows for load in row.get("load", {}).values()]
     return [
-        drawn("time to first token, ms (medians)", first, rows),
+        drawn("time to first token, ms (medians)", first, rows, _disturbed(loads)),
         drawn("decoding, whole answers in ms, and the tool group", rest, rows, caption),
     ]
 
@@ -74,7 +101,8 @@ def react_table(families: Mapping[str, Row]) -> Table:
     columns |= {"stock ms": of("stock_ms"), "off ms": of("off_ms"), "ms": of("ms")}
     columns["off/ours"] = lambda row: f"{row['off_ms'] / row['ms']:.1f}x" if row["off_ms"] and row["ms"] else "-"
     columns["pages"] = of("pages_held")
-    return drawn("recorded episodes, sums over all calls", columns, [{"family": name, **row} for name, row in families.items()])
+    rows = [{"family": name, **row} for name, row in families.items()]
+    return drawn("recorded episodes, sums over all calls", columns, rows, _disturbed([row["load"]["foreign"] for row in rows]))
 
 
 def serve_table(rows: Sequence[Row]) -> Table:
@@ -173,8 +201,8 @@ def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path |
     if not console.is_terminal:
         console = Console(width=WIDTH)  # tables keep their columns in a file or a pipe
     for each in tables:
-        if each.row_count:
-            console.print(each)
+        for part in fitted(each, console.width) if each.row_count else ():
+            console.print(part)
     print(line, flush=True)
     if json_file is not None:
         write(json_file, line + "\n")  # after the printed line: a full disk loses nothing

@@ -37,22 +37,6 @@ bench_app.command()(rag)
 app.add_typer(bench_app, name="bench")
 app.add_typer(receipts.app, name="receipts")
 
-for _verb in (
-    stores.warm,
-    stores.ls,
-    stores.inspect,
-    stores.stats,
-    upkeep.verify,
-    upkeep.prune,
-    upkeep.export,
-    lint.lint,
-    replay,
-    calibrate,
-    serve,
-):
-    app.command()(_verb)
-app.command("import")(upkeep.import_)
-
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
 
 
@@ -69,13 +53,12 @@ def _options(
     pass
 
 
-@app.command()
 def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write every figure to FILE.")
     ] = None,
 ) -> None:
-    """Let the embedded model answer with real tools, reuse off, cold, warm and in a second process, and show what each step paid."""
+    """Let the embedded model answer questions with real tools. Shows what each step paid: reuse off, cold, warm and in a second process."""
     from ..demo.run import run
 
     with report_errors():
@@ -84,7 +67,6 @@ def demo(
             write(json_file, json.dumps(report, indent=1) + "\n")
 
 
-@app.command()
 def doctor(
     context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Folder or id of a model: also say how it can be served.")] = None,
@@ -92,7 +74,7 @@ def doctor(
     store: stores.StoreOption = None,
     as_json: stores.JsonOption = False,
 ) -> None:
-    """Say what is bit-identical on this machine, with which padding, threads and versions, and what is not and why."""
+    """Say what is bit-identical on this machine, and what is not. With padding, threads, versions, the reasons, and the store's folder."""
     with report_errors():
         report = _examine(model, shape, context.obj)
         report["store"] = upkeep.examine(store)
@@ -142,3 +124,23 @@ def _accelerator() -> str:
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+
+
+# in the order of use, as `--help` lists them
+for _verb in (
+    demo,
+    doctor,
+    stores.warm,
+    stores.ls,
+    stores.inspect,
+    stores.stats,
+    upkeep.verify,
+    upkeep.prune,
+    upkeep.export,
+    upkeep.import_,
+    serve,
+    lint.lint,
+    replay,
+    calibrate,
+):
+    app.command(_verb.__name__.rstrip("_"))(_verb)

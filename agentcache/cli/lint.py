@@ -45,7 +45,7 @@ def lint(
     fail_under: Annotated[float | None, typer.Option(min=0, max=1, metavar="SHARE", help="Exit 1 only below this reused share.")] = None,
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 whatever is found.")] = False,
 ) -> None:
-    """Say why prompts are not reused: where two requests part, the writer, the cost, the fix. Exit code 1 if there are findings."""
+    """Say why prompts are not reused, and the fix. Where two requests part, the writer, the cost. Exit code 1 if there are findings."""
     with report_errors():
         if (source is None) == (template is None):
             raise ConfigError("give recorded requests (a file, -, or module:object), or --template: one of them")
@@ -109,7 +109,7 @@ def _say(report: Report, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))  # ASCII: text of a trace may hold lone surrogates
     else:
-        _print(drawn(report, _encoding()))
+        _print(drawn(report, _encoding(), coloured=Console().color_system is not None))
 
 
 def _encoding() -> str:

@@ -35,7 +35,7 @@ def replay(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer that are compared.")] = 128,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask recorded requests without reuse and with it, and compare ids, bits and tool calls. Exit code 1 at the first difference."""
+    """Ask recorded requests without reuse and with it. Compares ids, bits and tool calls. Exit code 1 at the first difference."""
     with report_errors():
         from ..calibration import Calibration
         from ..engine import Engine

@@ -38,7 +38,7 @@ def serve(
     policy: PolicyOption = None,
     store: StoreOption = None,
 ) -> None:
-    """Serve models over HTTP: OpenAI's API, the cache's own, and a page."""
+    """Serve models over HTTP: OpenAI's API, tool groups, and a page."""
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # before torch: threads that spin for long take the cores from the clients
     with report_errors():
         try:

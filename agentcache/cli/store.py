@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 
 from ..bench.options import Dtype
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, StoreWarning
 from ..terminal import bar, facts, listing, report_errors, say_json, shown, size
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def warm(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute the prefix of a system prompt and tools, and keep it on disk for every later process."""
+    """Compute a tool group once for all later processes. It is the prefix of a system prompt and tools, and lies on disk."""
     from ..store.disk.folder import Folder
 
     began = time.perf_counter()
@@ -148,6 +149,7 @@ def warm(
         from ..engine import Engine
         from ..types import StoreOptions
 
+        warnings.filterwarnings("ignore", "pages are not written", StoreWarning)  # _flushed says so itself
         with Engine(model, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
             with bar("warming", as_json) as tell:
                 group = engine.warm(prompt, schemas, name=name, namespace=namespace, tools_order=tools_order.value, on_progress=tell)
@@ -249,7 +251,7 @@ def inspect(
     name: NameArgument, namespace: NamespaceOption = None, fingerprint: FingerprintOption = None, adapter: AdapterOption = None,
     store: StoreOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Show one tool group: its manifest, and whether all its pages are still there."""
+    """Show one tool group: its manifest, and which pages are stored."""
     from ..store.admin.check import pages_of
 
     with report_errors(), opened(store) as (_, index):
@@ -269,7 +271,9 @@ def inspect(
         return
     chain = about.pop("chain")
     console = Console()
-    console.print(facts({**about, "used_since": f"{count(about['used_since'], 'page')} used since its last use"}))
+    about["used_since"] = f"{count(about['used_since'], 'page')} used after it"
+    told = {key: value for key, value in about.items() if value not in (None, "") and key != "last_use"}
+    console.print(facts(told))
     console.print(listing(("page", "#tokens", "#size"), [
         (page["key"][:16], page["tokens"] or "-", size(page["bytes"]) if page["stored"] else "not stored any more") for page in chain
     ]))  # fmt: skip
@@ -281,7 +285,7 @@ def stats(
     api_key: Annotated[str | None, typer.Option(envvar="AGENTCACHE_API_KEY", help="Key of that server.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count stored pages by role, namespace and precision; and show the store's own counts and measurements."""
+    """Count stored pages by role, namespace and precision. Also shows the store's own counts and measurements."""
     with report_errors():
         if url is not None:
             from ..client import RemoteEngine

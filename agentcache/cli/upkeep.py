@@ -64,7 +64,7 @@ def prune(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete from the store: down to a size, by age, by namespace, one tool group or session, or all."""
+    """Delete by size, age, namespace, tool group or session, or all. What others have pinned stays, unless --force."""
     from ..store.admin.prune import prune as pruned
     from ..store.tool_group import SESSION
 

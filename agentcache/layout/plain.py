@@ -49,6 +49,9 @@ def plain_message(index: int, message: Message | Mapping[str, Any]) -> Plain:
     if role not in ROLES:
         hint = " (use 'system')" if role == "developer" else ""
         raise MessageError(f"messages[{index}]: role={shown(role)} is unknown, use one of {ROLES!r}{hint}")
+    if "content" not in out and role != "assistant":  # one that calls tools may say nothing
+        keys = shown(sorted(map(str, out)))
+        raise MessageError(f"messages[{index}] has the keys {keys}: give a Message or a dict with 'role' and 'content'")
     _check_content(index, out.get("content"))
     _check_id(f"messages[{index}]: tool_call_id", out.get("tool_call_id"))
     calls = out.get("tool_calls")

@@ -49,10 +49,11 @@ def page(report: Report) -> str:
     return console.export_html(code_format=_PAGE)
 
 
-def shown(report: Report, encoding: str = "utf-8", most: Most = TERMINAL) -> RenderableType:
-    """All of it, for a stream of this encoding."""
+def shown(report: Report, encoding: str = "utf-8", most: Most = TERMINAL, coloured: bool = True) -> RenderableType:
+    """All of it, for a stream of this encoding, with colours or without."""
     parts: list[RenderableType] = [_head(report)]
-    for part in (_strips(report, _marks(encoding), most), _findings(report, most), _hazards(report, most), _problems(report, most)):
+    marks = _marks(encoding, coloured)
+    for part in (_strips(report, marks, most), _findings(report, most), _hazards(report, most), _problems(report, most)):
         if part is not None:
             parts += [Text(), part]
     return Group(*parts)
@@ -68,7 +69,7 @@ def _head(report: Report) -> Text:
         out.append("no conversation has a second request: nothing to compare")
     else:
         out.append(f"reusable as sent: {totals['reused_share']:.1%}", "bold")
-        out.append(f" of {totals['later_tokens']:,} tokens with a prompt before them; with nothing moved {totals['possible_share']:.1%}")
+        out.append(f" of the {totals['later_tokens']:,} tokens of later requests; with nothing moved {totals['possible_share']:.1%}")
         lost = totals["again_tokens"] + totals["across_tokens"]
         if lost:
             out.append(f"\ncomputed again though it was known: {lost:,} tokens in {counted(totals['findings'], 'finding')}", "bold red")
@@ -87,13 +88,13 @@ def _strip(step: Step, width: int) -> list[tuple[str, int]]:
     return [(REUSED, reused), (AGAIN, again), (NEW, width - reused - again)]
 
 
-def _marks(encoding: str) -> dict[str, str]:
-    """The character of a strip's column; letters where the stream has no blocks: then it is likely to have no colours either."""
+def _marks(encoding: str, coloured: bool) -> dict[str, str]:
+    """The character of a strip's column: blocks where colours tell them apart, shades where none do, letters where there are no blocks."""
     try:
         "█".encode(encoding)
     except UnicodeEncodeError:
         return {REUSED: "=", AGAIN: "x", NEW: "."}
-    return dict.fromkeys((REUSED, AGAIN, NEW), "█")
+    return dict.fromkeys((REUSED, AGAIN, NEW), "█") if coloured else {REUSED: "█", AGAIN: "▒", NEW: "░"}
 
 
 def _strips(report: Report, marks: Mapping[str, str], most: Most) -> RenderableType | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import embedded
 from ..errors import ConfigError, PromptError, TemplateError, ToolSchemaError
 from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
@@ -36,6 +37,8 @@ def load(name: str, chat_template: Path | None = None) -> Loaded:
     from transformers import PreTrainedTokenizerFast  # not AutoTokenizer, which would load torch
 
     given = read_template(chat_template) if chat_template is not None else None
+    if name == embedded.NAME:
+        name = str(embedded.folder())
     try:
         return Loaded(PreTrainedTokenizerFast.from_pretrained(name), given)
     except (OSError, ValueError, TypeError) as first:
@@ -44,7 +47,8 @@ def load(name: str, chat_template: Path | None = None) -> Loaded:
 
             return Loaded(in_transformers_form(AutoTokenizer.from_pretrained(name)), given)
         except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"tokenizer {name!r} cannot be loaded ({error}); give a folder with tokenizer.json or an id") from first
+            why = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(f"tokenizer {name!r} cannot be loaded ({why}); give a folder with tokenizer.json or an id") from first
 
 
 def read_template(path: Path) -> str:

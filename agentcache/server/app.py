@@ -145,5 +145,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     kind = str(first["type"])
     unknown = kind == "extra_forbidden"
     said = f"{place}: this parameter is not known here" if unknown else f"{place or 'body'}: {first['msg']}"
+    if kind == "model_attributes_type" and not place and "json" not in request.headers.get("content-type", ""):
+        said = f"content-type={request.headers.get('content-type', '')!r}: send the header content-type: application/json"
     code = "unknown_parameter" if unknown else "invalid_json" if kind == "json_invalid" else "invalid_type"
     return _response(ServerError(400, said, param=place or None, code=code))

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.testing import CliRunner
 
 from agentcache import toy
@@ -232,6 +235,44 @@ def test_tables_show_a_dash_for_what_was_not_measured() -> None:
 
 
 @pytest.mark.skipif(jit.compiler() is None, reason="int8 products are compiled")
+def test_tables_keep_every_figure_in_80_columns() -> None:
+    columns = {f"column {n}": report.of(f"n{n}") for n in range(12)}
+    made = report.drawn("figures", columns, [{f"n{n}": 1000 + n for n in range(12)}], "a caption")
+    lines = [[text.plain for text in _printed(part, 80)] for part in report.fitted(made, 80)]
+    text = "\n".join(line for part in lines for line in part)
+    assert all(f"{1000 + n:,}" in text and f"column {n} " in text for n in range(12))
+    assert "…" not in text
+    assert len(lines) == 2
+    assert all("column 0" in "".join(part) for part in lines)
+    assert text.count("figures") == text.count("a caption") == 1
+    assert len(list(report.fitted(made, report.WIDTH))) == 1
+
+
+def _printed(made: Table, width: int) -> list[Text]:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(made)
+    lines = [Text(line) for line in captured.get().splitlines()]
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def test_tables_say_that_other_processes_took_part() -> None:
+    family = {
+        "prompt_tokens": 1,
+        "computed_tokens": 1,
+        "calls": 1,
+        "skipped_calls": 0,
+        "stock_ms": None,
+        "off_ms": 1,
+        "ms": 1,
+        "pages_held": 1,
+    }
+    captions = [report.react_table({"one": {**family, "load": {"foreign": share}}}).caption for share in (0.05, 0.5)]
+    assert captions[0] is None
+    assert "other processes took up to 50%" in str(captions[1])
+
+
 def test_int8_weights_are_timed_against_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY_SHAPE, **WIDE}))
     said, _ = run("latency", "--tools", "1", "--repeats", "1", "--decode", "1", "--tail", "40", "--weights", "int8")

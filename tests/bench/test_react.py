@@ -126,3 +126,10 @@ def test_command_says_plainly_what_is_wrong(traces: Path) -> None:
     nothing = CliRunner().invoke(app, ["react"])
     assert nothing.exit_code == 1
     assert "name a recorded trace" in nothing.output
+
+
+def test_a_workload_without_calls_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    done = CliRunner().invoke(app, ["react", "--workload", str(tmp_path / "empty.jsonl")])
+    assert done.exit_code == 1
+    assert "empty.jsonl': no recorded call" in done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import agentcache_llm
@@ -30,6 +31,18 @@ def test_help_names_every_verb() -> None:
     code, said = _run("--help")
     assert code == 0
     assert {"demo", "doctor", "bench"} <= set(said.split())
+
+
+def test_help_cuts_no_sentence_in_80_columns() -> None:
+    for words in ([], ["bench"], ["receipts"]):
+        done = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "80"})
+        assert "..." not in done.output.split("Commands:")[1], done.output
+
+
+def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), terminal.report_errors():
+        raise ConfigError("first\nsecond")
+    assert capsys.readouterr().err == "agentcache: first second\n"
 
 
 def test_help_loads_little() -> None:

@@ -45,6 +45,13 @@ def written(path: Path, bodies: list[dict[str, Any]]) -> Path:
     return path
 
 
+def test_steps_are_told_apart_without_colours(clocked: Path) -> None:
+    _, said = run(clocked)
+    assert "█ reused" in said
+    assert "▒ computed again" in said
+    assert "░ new" in said
+
+
 def test_exit_codes(clocked: Path, clean: Path) -> None:
     assert run(clean)[0] == 0
     assert run(clocked)[0] == 1

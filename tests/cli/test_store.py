@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,8 @@ from typer.testing import CliRunner
 
 from agentcache import Engine, terminal
 from agentcache.cli import app as cli
-from agentcache.errors import ConfigError
-from agentcache.store.disk import process_identity
+from agentcache.errors import ConfigError, StoreWarning
+from agentcache.store.disk import blob_files, process_identity
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope
@@ -169,6 +171,8 @@ def test_inspect_shows_a_group_whose_name_is_no_path(place: Path) -> None:
     out = said("inspect", "harbour/north", "--store", place)
     assert "weights" in out
     assert "tide, wind" in out
+    assert "unknown" not in out
+    assert "adapter" not in out
     found = told("inspect", "harbour/north", "--store", place)
     assert (found["pages"], found["pages_stored"], found["precision"]) == (3, 3, "exact")
     assert [page["tokens"] for page in found["chain"]] == [512, 512, 176]
@@ -475,3 +479,16 @@ def test_warm_says_when_nothing_could_be_written(model_folder: Path, tools: Path
         assert "not on disk as a whole: the store is read-only" in err
     finally:
         os.chmod(tmp_path / "store", 0o700)
+
+
+def test_warm_says_once_that_the_disk_is_full(model_folder: Path, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(blob_files, "write_from", full)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        code, _, err = _run("warm", model_folder, "--tools", tools, "--store", tmp_path / "store")
+    assert code == 1
+    assert err.count("No space left on device") == 1
+    assert not [one for one in seen if issubclass(one.category, StoreWarning)]

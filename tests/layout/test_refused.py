@@ -56,6 +56,13 @@ def test_values_that_are_no_json(odd: Any, words: str, how: Any) -> None:
     assert renderer.render([Message("user", "Go")], [fine], rendering=how).ids  # nothing is left behind
 
 
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_message_without_content_is_refused(role: str) -> None:
+    with pytest.raises(MessageError, match=r"messages\[0\] has the keys \['role', 'text'\]: give a Message or a dict with"):
+        renderer_of().render([{"role": role, "text": "Go"}], [])
+    assert renderer_of().render([{"role": "user", "content": ""}, {"role": "assistant"}, {"role": "user", "content": "Go"}], []).ids
+
+
 @pytest.mark.parametrize("odd", [value for value, _ in ODD.values()], ids=ODD)
 def test_odd_values_in_any_place_are_refused_by_type(odd: Any) -> None:
     renderer = renderer_of()

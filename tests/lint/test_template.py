@@ -31,6 +31,10 @@ def asked(steps: int = 2) -> list[dict[str, Any]]:
     return [*bodies, {"messages": [*bodies[-1]["messages"], *more], "tools": bodies[-1]["tools"]}]
 
 
+def test_the_embedded_model_is_known_by_its_name() -> None:
+    assert {one.name for one in probe(template_of("embedded"))}
+
+
 def test_a_template_that_keeps_the_prefix_is_clean() -> None:
     found = linted(asked())
     assert found.findings == []

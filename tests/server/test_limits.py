@@ -60,3 +60,10 @@ def test_unknown_routes_and_methods_say_so(served: Served) -> None:
         assert http.put("/tools").status_code == 405
         assert http.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
         assert http.get("/v1/models/embedded").json()["id"] == "embedded"
+
+
+def test_a_body_that_is_not_declared_json_names_the_header(served: Served) -> None:
+    with served.client() as http:
+        answer = http.post(CHAT, content=b'{"messages": []}', headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert answer.status_code == 400
+    assert "send the header content-type: application/json" in answer.json()["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentcache import Engine
+from agentcache import Engine, terminal
+from agentcache.server import page
 from agentcache.server.page import HEADERS
 from agentcache.server.served_models import ServedModel
 from agentcache.types import Reason
@@ -44,6 +46,18 @@ CONTRAST = """() => {
 
 
 WATCH = "(then) => new MutationObserver(eval(then)).observe(document.querySelector('#with .times'), {childList: true})"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's JavaScript runs here")
+def test_sizes_are_those_of_the_command_line() -> None:
+    script = re.search(r"function bytes.*?\n}\n", (Path(page.__file__).parent / "page" / "page.js").read_text(), re.DOTALL)
+    assert script is not None
+    counts = [762 << 10, 3 << 20, 20 << 30]
+    done = subprocess.run(
+        ["node", "-e", f"{script[0]} console.log({counts}.map(bytes).join())"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "762 kB,3.0 MB,20.0 GB"
+    assert [terminal.size(count) for count in counts] == ["762.0 kB", "3.0 MB", "20.0 GB"]
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def calibrate(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Find the fastest repair of repeated text that keeps a model's answers, and keep it for reuse="approximate".
+    """Find the repair of repeated text that keeps a model's answers. The fastest one is stored for reuse="approximate".
 
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
@@ -189,7 +189,7 @@ def segments(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
+    """Text at another position: reused tokens, times and drift. Against what could be, the exact prefix, and answers of reuse off."""
     with report_errors():
         from ...bench import quality_cases, report
         from . import search, shifts
@@ -225,7 +225,7 @@ def rag(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Questions over retrieved passages: their order, reuse and repair; computed tokens, first tokens, right answers."""
+    """Questions over retrieved passages: order, reuse and repair. Computed tokens, first tokens, right answers."""
     with report_errors():
         from ...bench import report
         from ...calibration import Calibration

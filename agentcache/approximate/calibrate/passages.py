@@ -63,7 +63,7 @@ def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None
     assert isinstance(start, Rendered)
     head = start.encoded.tokens_before(start.text.index(PASSAGES))
     for number, one in enumerate(asked):
-        say(f"{space}: {number + 1} of {len(asked)}")
+        say(f"{space.rstrip()}: {number + 1} of {len(asked)}")
         order, ranks, texts = tuple(range(len(one.found))), "", list(one.found)
         started = time.perf_counter()
         if way.order == "cache-aware":

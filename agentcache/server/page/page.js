@@ -56,7 +56,7 @@ const count = (number, what) => `${number.toLocaleString("en")} ${what}${number 
 function bytes(number) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let place = 0;
-  for (; number >= 1000 && place < units.length - 1; place += 1) number /= 1000;
+  for (; number >= 1024 && place < units.length - 1; place += 1) number /= 1024; // as `agentcache ls` counts
   return `${place && number < 100 ? number.toFixed(1) : Math.round(number)} ${units[place]}`;
 }
 

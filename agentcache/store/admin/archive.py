@@ -215,7 +215,10 @@ def open_archive(path: Path) -> Iterator[tuple[ToolGroup, list[Blob]]]:
         group, at = _manifest(fd, name, about.st_size)
         pages: list[Blob] = []
         while at < about.st_size:
-            pages.append(blob_at(PUBLIC, name, fd, at, about.st_size))
+            try:
+                pages.append(blob_at(PUBLIC, name, fd, at, about.st_size))
+            except BlobError as error:
+                raise BlobError(f"{error}: the archive was cut off or changed, copy or export it again") from error
             at += pages[-1].plan.bytes
         if not _belong([page.row for page in pages], group):
             raise BlobError(f"archive {name!r}: its pages are not those of the tool group {group.name[:80]!r}")
@@ -233,8 +236,8 @@ def _manifest(fd: int, name: str, size: int) -> tuple[ToolGroup, int]:
             said = told["agentcache archive"]
             raise StoreFormatError(f"{name!r} is an archive of version {said!r:.40}, this version reads {FORMAT!r}")
         group = ToolGroup.from_json(told["group"])
-    except (BlobError, ValueError, KeyError, TypeError, RecursionError, StoreCorruptError) as error:
-        raise StoreFormatError(f"{name!r} is no archive of a tool group: {type(error).__name__} in its header") from None
+    except (BlobError, ValueError, KeyError, TypeError, RecursionError, StoreCorruptError):
+        raise StoreFormatError(f"{name!r} is no archive of a tool group: give a file that `agentcache export` wrote") from None
     if _front(group) != front:
         raise BlobError(f"archive {name!r}: its header was changed since it was exported")
     return group, len(front)

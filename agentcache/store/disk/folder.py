@@ -31,6 +31,7 @@ INDEX = "index.sqlite"
 LOCK = "index.lock"
 OURS = ("format", "key", "encryption", "generation", "blobs", "kernels", INDEX, LOCK)  # or what starts so: "key.new", "index.sqlite-wal"
 NONCE_BYTES = 12
+NO_STORE = "`agentcache warm` or an Engine makes one; name another with --store or AGENTCACHE_DIR"
 CIPHER = "AES-256-GCM"
 
 
@@ -159,12 +160,15 @@ def _prepare(place: Path, create: bool, secret: bytes | None) -> bool:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
     if not os.path.lexists(place):
-        raise StoreFormatError(f"there is no store at {str(place)!r}")
+        raise StoreFormatError(f"there is no store at {str(place)!r}: {NO_STORE}")
+    made = os.path.lexists(place / "format")
+    if place.is_dir() and not made and not create:  # before its mode: a folder named by mistake is to stay as it is
+        raise StoreFormatError(f"there is no store at {str(place)!r}: {NO_STORE}")
     check(place, stat.S_ISDIR)
     writable = _can_write(place)
-    if not os.path.lexists(place / "format"):
-        if not (create and writable):
-            raise StoreFormatError(f"there is no store at {str(place)!r}")
+    if not made:
+        if not writable:
+            raise StoreFormatError(f"there is no store at {str(place)!r}, and it cannot be made there: name a folder that can be written")
         with locked(place):
             _finish(place, secret)
     return writable

@@ -290,6 +290,12 @@ def test_a_truncated_archive_is_refused(other: Index, file: Path, keep: int) -> 
     assert untouched(other)
 
 
+def test_an_archive_that_was_cut_off_says_the_way_out(other: Index, file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(BlobError, match="cut off or changed, copy or export it again"):
+        import_group(other.folder, other, file)
+
+
 def test_a_longer_archive_is_refused(other: Index, file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
     with pytest.raises(BlobError, match="in a file of 1"):
@@ -407,7 +413,7 @@ def test_a_header_of_wrong_length_is_refused_unread(other: Index, file: Path, le
 def test_a_header_that_is_none_is_refused(other: Index, tmp_path: Path, text: bytes) -> None:
     size = -(-(8 + len(text)) // 4096) * 4096
     (tmp_path / "file").write_bytes((size - 8).to_bytes(8, "little") + text.ljust(size - 8) + bytes(1000))
-    with pytest.raises(StoreFormatError, match="no archive of a tool group"):
+    with pytest.raises(StoreFormatError, match="no archive of a tool group: give a file that `agentcache export` wrote"):
         import_group(other.folder, other, tmp_path / "file")
 
 

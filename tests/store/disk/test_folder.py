@@ -63,6 +63,9 @@ def test_no_store_is_made_where_none_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(StoreFormatError, match="there is no store"):
         Folder.open(tmp_path / "empty", create=False)
     assert not list((tmp_path / "empty").iterdir())
+    (tmp_path / "documents").mkdir(mode=0o755)  # named by mistake: nobody is to change its mode
+    with pytest.raises(StoreFormatError, match="there is no store at .*: `agentcache warm` or an Engine makes one"):
+        Folder.open(tmp_path / "documents", create=False)
 
 
 def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
