@@ -175,6 +175,10 @@ class Lifecycle:
                 running.prefetch.close()
             self._advance(running)
         if running.asked.fill_only:
+            sequence = running.sequence
+            if not running.remaining and isinstance(sequence, Sequence) and sequence.checkpointed < max(sequence.marks, default=0):
+                self._attach(running)  # in a page that it shares, others' checkpoints took the room of the one that is to be pinned
+                return None
             outcome.moved = not running.remaining and not self._holds(running)
             return self._filled(running) if not running.remaining and not outcome.moved else None
         return self._choose(running, outcome.logits) if outcome.logits is not None else None
@@ -312,7 +316,8 @@ class Lifecycle:
             return False
         if self._holds(running):
             pages = running.sequence.pages[: -(-count // PAGE_TOKENS)]
-            self.store.admit(scope, running.ids.array(count), pages, numerics, running.asked.layout.prefix_tokens, running.received)
+            lasting = count if running.asked.fill_only else running.asked.layout.prefix_tokens  # its last checkpoint is to be pinned
+            self.store.admit(scope, running.ids.array(count), pages, numerics, lasting, running.received)
             owner.admitted_tokens = count
         return True
 

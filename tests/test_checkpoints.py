@@ -11,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache import Reason, Sampling, StoreOptions
+from agentcache import Reason, Sampling, StoreOptions, checkpoints
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
 from agentcache.errors import ConfigError, NonFiniteLogitsError, StoreWarning
-from agentcache.kv import Page
+from agentcache.kv import PAGE_TOKENS, Page, Sequence
 from agentcache.kv_spec import KVSpec
+from agentcache.lifecycle import Lifecycle
 from agentcache.model.recurrent import RecurrentState
+from agentcache.request import Running
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
 from agentcache.store.keys import as_ids
@@ -147,6 +149,38 @@ def test_a_long_conversation_keeps_few_checkpoints(asking: Callable[..., Asking]
     size = sum(known.bytes for page in pages for known in page.checkpoints.values())
     assert 0 < size <= 0.15 * one.engine.store.bytes
     assert said.receipt.cached_tokens > said.receipt.prompt_tokens - 300
+
+
+WORDS = "The wind turns to the north and ships pass. "
+START = [SYSTEM, user(WORDS * 10)]
+
+
+def test_a_pinned_start_keeps_its_checkpoint(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    ask = asking("lfm2", None)
+    ask([*START, {"role": "assistant", "content": "Yes. " * 40}, user(WORDS * 6)], tools=())
+    pinned = ask.engine.pin(START)
+    said, _ = ask([*START, {"role": "assistant", "content": "No. " * 40}, user("Why?")], tools=())
+    assert said.receipt.cached_tokens == pinned.prefix_tokens
+
+
+def test_a_checkpoint_may_go_before_it_is_pinned(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is attached to a whole page of another prompt, which drops the checkpoint at which the start ends."""
+    ask, inner = asking("lfm2", None), Lifecycle.start
+    start = [SYSTEM, user(WORDS * 25)]
+    ask([*start, {"role": "assistant", "content": "Yes. " * 40}, user(WORDS * 6)], tools=())
+
+    def drop(self: Lifecycle, running: Running) -> None:
+        inner(self, running)
+        monkeypatch.setattr(Lifecycle, "start", inner)
+        for page in running.sequence.pages if isinstance(running.sequence, Sequence) else ():
+            page.checkpoints = {}
+
+    monkeypatch.setattr(Lifecycle, "start", drop)
+    pinned = ask.engine.pin(start)
+    assert pinned.prefix_tokens == PAGE_TOKENS
+    said, _ = ask([*start, {"role": "assistant", "content": "No. " * 40}, user("Why?")], tools=())
+    assert said.receipt.cached_tokens == pinned.prefix_tokens
 
 
 @given(st.integers(1, 512))
