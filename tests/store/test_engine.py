@@ -62,7 +62,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_every_tier_gives_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     model = models.build("qwen3", dtype, num_hidden_layers=2)
     longer = [*TURNS, {"role": "assistant", "content": "x"}, {"role": "user", "content": "Go on. " + long_text(20, 2)}]

@@ -22,7 +22,7 @@ from .schema import Row
 
 PIECE = 1 << 20  # bytes read, then hashed while they are still in a core's cache
 MAPPED_PIECE = 1 << 23  # mapped bytes are hashed in larger ones: between two of them a thread waits for the interpreter
-TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
+TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
 Progress = Callable[[int], None]
 
 

@@ -26,8 +26,8 @@ FORMAT = "2"
 FRONT_MOST = 65536  # bytes before the data
 MAC_BYTES = 32
 SEAL_BYTES = 28  # what encrypting adds: 12 bytes of nonce, 16 of tag
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
 MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "checkpoint_bytes": 1 << 31}
 SAME = (
     "page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", "dtype", "widths",

@@ -27,7 +27,7 @@ from .blob import PIECE, Blob, Progress, fits, open_blob, same, tensors, view
 from .folder import Folder
 from .schema import Row
 
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so many bytes
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # whole numbers of so many bytes
 
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:

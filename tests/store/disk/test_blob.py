@@ -38,7 +38,7 @@ from tests.store.stored_pages import (
 )
 
 KINDS = {"sealed": 512, "partial": 100}
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture
