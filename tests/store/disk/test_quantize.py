@@ -18,7 +18,8 @@ from agentcache.store.disk.folder import Folder
 from tests.store.stored_pages import SPEC, SPECS, blob_path, empty_from, files_under_blobs, fill_page, noise_page, unstored_row
 
 ULP = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-FLOOR = {torch.float64: 2.0**-1022, torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # below, rounding is absolute
+# below, rounding is absolute
+FLOOR = {torch.float64: 2.0**-1022, torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 16, 64, 80, 128]), st.sampled_from([1, 2, 63, 64, 65, 129, 512]))
 MAKERS = ("noise", "constant", "zero", "outlier", "offset", "tiny", "large", "ends")
 
