@@ -146,7 +146,7 @@ class Lifecycle:
         elif grade != "exact":
             refusals.append(Refusal(Reason.LOSSY, 0, taken, f"stored as {grade}: near the exact values, not equal"))
         if kernels > 1:
-            refusals.append(Refusal(Reason.NUMERICS, 0, taken, "computed with other threads or kernels"))
+            refusals.append(Refusal(Reason.NUMERICS, 0, taken, "computed with other threads, kernels or pieces"))
         elif not pure:
             refusals.append(Refusal(Reason.NOT_ROW_PURE, 0, length, "tokens are promised, bits are not"))
         running.account.record_grade(grade, pure and kernels == 1 and grade == "exact", refusals)

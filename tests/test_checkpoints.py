@@ -292,3 +292,15 @@ def test_a_state_that_is_not_finite_is_not_admitted(asking: Callable[..., Asking
     with pytest.raises(NonFiniteLogitsError):
         one.engine.warm(SYSTEM["content"], TOOLS)
     assert len(one.engine.store) == 0
+
+
+def test_keys_of_other_pieces_are_not_promised_bit_by_bit(asking: Callable[..., Asking]) -> None:
+    """The shorter prompt's checkpoint goes into the page of a longer one, which was not cut there."""
+    ask = asking("qwen3_5_text", None)
+    ask([SYSTEM, user(WORDS * 100)], tools=())
+    shorter = [SYSTEM, user(WORDS * 84)]
+    ask(shorter, tools=())
+    said, logits = ask(shorter, tools=())
+    assert said.receipt.cached_tokens % PAGE_TOKENS
+    assert said.receipt.bitwise <= torch.equal(ask(shorter, tools=(), reuse="off")[1], logits)
+    assert Reason.NUMERICS in [refusal.reason for refusal in said.receipt.refusals]

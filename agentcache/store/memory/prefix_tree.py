@@ -8,6 +8,7 @@ Pages hang in a tree: a child continues its parent's tokens. Keys are chain hash
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
 LONGER = "new after all that is cached"  # the cached prompt ended
 OTHER = "cached prompts go on differently from here"
+PIECES = "pieces"  # among digests of kernels: keys and checkpoints of a page come from pieces that ended elsewhere, and have other bits
 Key = bytes  # inside the class that name is a property
 
 
@@ -230,6 +232,7 @@ class PrefixTree:
         if child is not None and run == len(child.ids):
             assert child.page is not None
             lent = {slots: known for slots, known in child.page.checkpoints.items() if slots <= run and slots not in page.checkpoints}
+            numerics |= _mixed(child.first, page.checkpoints, lent)
             page.checkpoints = lent | page.checkpoints
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
             self.eviction.replace(child, page)
@@ -253,7 +256,7 @@ class PrefixTree:
         new = {slots: known for slots, known in page.checkpoints.items() if slots <= tokens}
         if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:
             entry.page.checkpoints = held | new
-            entry.numerics |= numerics
+            entry.numerics |= numerics | _mixed(entry.first, held, new)
             self.eviction.recount(entry)
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
@@ -371,3 +374,12 @@ class PrefixTree:
             if gone.parent.parent is None and not gone.parent.children:
                 del self._roots[gone.scope]
         return [gone.key for gone in below]
+
+
+def _mixed(first: int, held: dict[int, Checkpoint], new: dict[int, Checkpoint]) -> frozenset[str]:
+    """PIECES if new checkpoints of a page, which begins at token `first`, come from other pieces than what it holds."""
+
+    def ends(known: Iterable[Checkpoint], slots: int) -> set[int]:
+        return {cut for one in known for cut in one.cuts if 0 < cut - first <= min(slots, PAGE_TOKENS - 1)}
+
+    return frozenset([PIECES] if any(ends([one], slots) != ends(held.values(), slots) for slots, one in new.items()) else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from agentcache.checkpoints import SHARE, Checkpoint
@@ -9,7 +10,7 @@ from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
 from agentcache.store.memory.checkpoint_room import thin
-from agentcache.store.memory.prefix_tree import PrefixTree
+from agentcache.store.memory.prefix_tree import PIECES, PrefixTree
 
 SPEC = KVSpec(1, 1, 8, torch.float32)
 HERE = Scope("ns", "weights")
@@ -92,6 +93,24 @@ def test_other_pieces_replace_a_checkpoint() -> None:
     (entry,) = tree.entries()
     assert entry.page is not None
     assert entry.page.checkpoints[448].cuts == (64, 448)
+
+
+@pytest.mark.parametrize(("first", "second"), [((448, (64, 448)), (384, (64, 384))), ((384, (64, 384)), (448, (64, 448)))])
+def test_checkpoints_of_other_pieces_promise_no_bits(first: tuple[int, tuple[int, ...]], second: tuple[int, tuple[int, ...]]) -> None:
+    """Keys of a page are those of the pieces that it was computed in."""
+    tree = PrefixTree(1 << 30)
+    for tokens, cuts in (first, second):
+        tree.admit(HERE, *prompt(tokens, {tokens: checkpoint(cuts=cuts)}), "n")
+    assert kept(tree) == [384, 448]
+    assert tree.match(HERE, as_ids(range(449))).numerics == {"n", PIECES}
+
+
+def test_checkpoints_of_the_same_pieces_promise_bits() -> None:
+    tree = PrefixTree(1 << 30)
+    for tokens, cuts in ((384, (64, 384)), (512, (64, 384, 512)), (64, (64,))):
+        tree.admit(HERE, *prompt(tokens, {tokens: checkpoint(cuts=cuts)}), "n")
+    assert kept(tree) == [64, 384, 512]
+    assert tree.match(HERE, as_ids(range(513))).numerics == {"n"}
 
 
 def test_a_copy_has_the_checkpoints_of_its_tokens() -> None:
