@@ -304,3 +304,15 @@ def test_keys_of_other_pieces_are_not_promised_bit_by_bit(asking: Callable[..., 
     assert said.receipt.cached_tokens % PAGE_TOKENS
     assert said.receipt.bitwise <= torch.equal(ask(shorter, tools=(), reuse="off")[1], logits)
     assert Reason.NUMERICS in [refusal.reason for refusal in said.receipt.refusals]
+
+
+@pytest.mark.parametrize("words", [76, 107])
+def test_a_start_is_pinned_where_its_continuations_are_cut(words: int, asking: Callable[..., Asking]) -> None:
+    """A multiple of 64 lies between the end of the last message and that of what its answer begins with."""
+    ask = asking("lfm2", None)
+    start = [SYSTEM, user("tide " * words + "x" * (words % 3))]
+    pinned = ask.engine.pin(start)
+    assert ask(start, tools=())[0].receipt.cached_tokens == pinned.prefix_tokens
+    assert ask.engine.store.audit()["pins"] == 1
+    ask.engine.release(pinned.name)
+    assert ask.engine.store.audit()["pins"] == 0

@@ -41,7 +41,8 @@ def at_multiple(whole: Layout, unit: int) -> tuple[Layout, Layout]:
 
     The first has one token more: of a prompt that is cached, the last token is computed.
     """
-    size = len(whole.ids) // unit * unit
+    end = max((span.stop for span in whole.spans if span.kind != "generation"), default=0)  # continuations are cut at ends of messages
+    size = end // unit * unit
     return cut(whole, size + 1), cut(whole, size)
 
 
