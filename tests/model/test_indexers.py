@@ -53,6 +53,7 @@ def test_rows_see_chosen_tokens_however_a_prompt_is_cut(family: str) -> None:
 def test_two_engines_share_an_indexer_until_both_close() -> None:
     model = families.build("deepseek_v32")
     one, other = HFModel(model), HFModel(model)
+    assert model.get_submodule("model.layers.0.self_attn.indexer.wk") is modules(model)[0].wk, "its owner finds it by name"
     one.close()
     assert not far(Run(other, tokens(100)).chunks(), stock_logits(model, tokens(100)))
     other.close()
