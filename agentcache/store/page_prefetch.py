@@ -215,12 +215,13 @@ class PagePrefetch:
         self._take_lease(self._known())
 
     def _keep(self, read: _Read, good: int) -> None:
-        known, found = self._known(), read.found
-        if known.tokens // PAGE_TOKENS < found.place:
-            return  # their parent was evicted meanwhile
-        rows, pages = found.rows[:good], [*known.pages[: found.place], *read.pages[:good]]
-        end = found.place * PAGE_TOKENS + sum(found.counts[:good])
-        entries = self._adopt(self._scope, self._ids[:end].tolist(), pages, rows, read.generation)
+        with self._disk.deletions.lock:  # the parents that are found are not deleted before their children hang in the tree
+            known, found = self._known(), read.found
+            if known.tokens // PAGE_TOKENS < found.place:
+                return  # their parent was evicted meanwhile
+            rows, pages = found.rows[:good], [*known.pages[: found.place], *read.pages[:good]]
+            end = found.place * PAGE_TOKENS + sum(found.counts[:good])
+            entries = self._adopt(self._scope, self._ids[:end].tolist(), pages, rows, read.generation)
         assert len(entries) == len(rows) or not entries
         self.tokens += max(0, min(end, len(self._ids) - 1) - known.tokens)
         self.bytes += sum(row.bytes for row in rows)

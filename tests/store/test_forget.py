@@ -25,6 +25,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role, as_ids
+from agentcache.store.page_prefetch import PagePrefetch
 from agentcache.types import PAGE_TOKENS, Message, StoreOptions
 from tests.chat_templates import TOOL_TEMPLATES
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, wait_until
@@ -485,6 +486,32 @@ def test_old_pages_forgotten_as_they_are_read_are_not_cached(model: Any, tmp_pat
         monkeypatch.setattr(running.store, "adopt", adopted)
         assert running.generate(TURNS, **ALICE).receipt.disk_bytes, "it was read"
         assert min(entry.made for entry in running.store.tree.entries("alice")) > time.time() - 1800
+
+
+def test_old_pages_forgotten_before_they_have_children_stay_forgotten(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=tmp_path) as running:
+        text = long_text(300)
+        running.generate(text, **ALICE)
+        assert running.flush()
+        disk, adopt, keep = running.store.disk, running.store.adopt, PagePrefetch._keep
+        disk.index.database.write(lambda connection: connection.execute("UPDATE pages SET created = created - 3600 WHERE place = 0"))
+        running.store.clear()
+        assert running.generate(text[: len(text) // 3], **ALICE).receipt.disk_tokens >= PAGE_TOKENS
+        assert len(running.store.tree.entries("alice")) < disk.index.total()[0], "of some pages the children are on disk alone"
+        forgetting = threading.Thread(target=running.forget, kwargs={"older_than": 1800})
+
+        def adopted(*given: Any) -> Any:
+            forgetting.start()
+            forgetting.join(0.5)  # it waits until they hang in the tree
+            return adopt(*given)
+
+        def kept(*given: Any) -> None:
+            keep(*given)
+            forgetting.join()
+
+        monkeypatch.setattr(running.store, "adopt", adopted)
+        monkeypatch.setattr(PagePrefetch, "_keep", kept)
+        assert running.generate(text, **ALICE).receipt.cached_tokens == 0
 
 
 def test_a_tool_group_forgotten_during_warming_says_so(model: Any) -> None:
