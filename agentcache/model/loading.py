@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -17,6 +18,8 @@ from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from .kernels import linear_compiled
 from .wrapped_weights import is_quantized
+
+WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
 
 
 class Loading(TypedDict, total=False):
@@ -70,6 +73,9 @@ def load(
     options: dict[str, Any] = {"dtype": dtype or "auto", **hub}
     if bits or (device and is_accelerate_available()):  # else the weights go by way of the computer's memory
         options["device_map"] = {"": device or "cpu"}
+    missing = [name for name in ("bitsandbytes", "accelerate") if bits and find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"load_in_{bits}bit=True: needs {missing[0]}; pip install 'agentcache-llm[bitsandbytes]'")
     try:
         if bits:
             options["quantization_config"] = _quantization(model, dtype, bits, hub)
@@ -83,7 +89,7 @@ def load(
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
-        raise ModelLoadError(f"model {model!r} cannot be loaded: {why}. Pass a folder or a Hugging Face id of a causal model") from error
+        raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {why}. {WAY}") from error
     if weights is not None:
         quantize(loaded)
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
@@ -146,7 +152,7 @@ def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revi
     place = Path(str(model))
     if not place.is_dir() and (place.is_absolute() or str(model).startswith(".")):
         what = "is no folder" if place.exists() else "does not exist"
-        raise ModelLoadError(f"model {model!r} cannot be loaded: {what}. Pass a folder or a Hugging Face id of a causal model")
+        raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {what}. {WAY}")
     if revision is not None and place.is_dir():
         raise ConfigError(f"revision={revision!r} with the folder {str(model)!r}, which holds one revision: name the Hugging Face id")
     if device is not None:

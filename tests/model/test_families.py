@@ -13,7 +13,7 @@ import transformers
 
 from agentcache.bench import families
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
-from agentcache.model import attention_interface
+from agentcache.model import attention_interface, loading
 from agentcache.model.attention_interface import ATTENTION
 from agentcache.model.family import STEPPED as OWN_LOOP
 from agentcache.model.hf import HFModel, load
@@ -255,9 +255,15 @@ def test_modules_that_differ_from_their_family_are_named() -> None:
 # -- loading, wrappers, devices ------------------------------------------------------------------------------------------
 
 
+def test_fewer_bits_without_bitsandbytes_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"load_in_4bit=True: needs bitsandbytes; pip install 'agentcache-llm\[bitsandbytes\]'"):
+        load("embedded", load_in_4bit=True)
+
+
 def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     for path in ("/no/such/folder", str(tmp_path)):
-        with pytest.raises(ModelLoadError, match="Pass a folder or a Hugging Face id"):
+        with pytest.raises(ModelLoadError, match="Pass a folder, a Hugging Face id of a causal model, or 'embedded'"):
             load(path)
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(ModelLoadError, match="no_such_type"):
