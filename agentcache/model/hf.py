@@ -222,7 +222,7 @@ class HFModel:
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = unrotated(self.rotary, _PLACES, [[place[at].page_keys for at in owners] for place in places])
         self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
-        with first_layers(decoder, self.config), indexers.narrowed():
+        with first_layers(self), indexers.narrowed():
             self._calls = len(self._watched(0))
             verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         self._calls = 0

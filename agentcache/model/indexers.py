@@ -36,15 +36,12 @@ class Indexers:
 
     @contextmanager
     def narrowed(self) -> Iterator[None]:
-        """Let rows see few tokens for a while."""
-        before = [module.index_topk for module in self._modules]
-        for module in self._modules:
-            module.index_topk = min(module.index_topk, NARROW)
+        """Let rows of this thread's forwards see few tokens for a while: the best of those that were chosen."""
+        running.narrow = NARROW
         try:
             yield
         finally:
-            for module, topk in zip(self._modules, before, strict=True):
-                module.index_topk = topk
+            running.narrow = None
 
     def remove(self) -> None:
         """Leave the modules to their owner."""
@@ -83,10 +80,11 @@ class _Hooks:
     def _join(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         """The positions [1, rows, tokens] that each row sees; those of a row that sees fewer are repeated."""
         batch: Batch | None = getattr(running, "batch", None)
+        most: int | None = getattr(running, "narrow", None)
         if batch is None:
-            return None
+            return output[..., :most] if most else None
         running.products.forget()
-        found, running.chosen = [*running.chosen, output], []
+        found, running.chosen = [one[..., :most] for one in (*running.chosen, output)], []
         width = max(one.shape[-1] for one in found)
         packed = torch.cat([torch.cat([one, one[..., :1].expand(-1, -1, width - one.shape[-1])], -1) for one in found], 1)
         return pad(packed, (0, 0, 0, batch.rows - packed.shape[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -193,15 +194,31 @@ def layers_of(decoder: Any) -> torch.nn.ModuleList:
 
 
 @contextmanager
-def first_layers(decoder: Any, config: Any) -> Iterator[None]:
-    """Run only the first layers for a while: as many as it takes to have one of each kind."""
-    name, whole, types = layers_name(decoder), layers_of(decoder), getattr(config, "layer_types", None) or ()
-    kinds = [(types[at : at + 1], *(type(module) for module in layer.modules())) for at, layer in enumerate(whole)]
-    setattr(decoder, name, whole[: max(kinds.index(kind) for kind in kinds) + 1])
+def first_layers(held: Any) -> Iterator[None]:
+    """Give an HFModel the first layers alone for a while: as many as it takes to have one of each kind.
+
+    Its model and decoder are other objects then, which share all else: whoever computes with the owner's meanwhile has all layers.
+    """
+    model, decoder = whole = held.model, held.decoder
+    name, layers, types = layers_name(decoder), layers_of(decoder), getattr(held.config, "layer_types", None) or ()
+    kinds = [(types[at : at + 1], *(type(module) for module in layer.modules())) for at, layer in enumerate(layers)]
+    path = next(path for path, module in model.named_modules() if module is decoder)
+    held.model = held.decoder = _with_child(decoder, name, layers[: max(kinds.index(kind) for kind in kinds) + 1])
+    while path:
+        path, _, name = path.rpartition(".")
+        held.model = _with_child(model.get_submodule(path), name, held.model)
     try:
         yield
     finally:
-        setattr(decoder, name, whole)
+        held.model, held.decoder = whole
+
+
+def _with_child(module: Any, name: str, child: torch.nn.Module) -> Any:
+    twin = copy(module)
+    twin._modules = {**module._modules, name: child}
+    if "_hf_hook" in vars(twin):
+        vars(twin).pop("forward", None)  # accelerate's, which runs the module that it was made for
+    return twin
 
 
 def known_ids(model: Any, vocab: int) -> int:

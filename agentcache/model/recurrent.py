@@ -215,7 +215,7 @@ class Mixers:
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         state = _state_of(args, kwargs)
-        if state is None or not state.stops:
+        if state is None or not state.stops or state.done:  # another engine's hook of this module came first
             return None
         stops = (0, *state.stops)
         for start, stop in pairwise(stops):
@@ -226,7 +226,7 @@ class Mixers:
 
     def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         state = _state_of(args, kwargs)
-        if state is None or not state.stops:
+        if state is None or not state.done:
             return None
         assert state.products is not None
         state.products.forget()

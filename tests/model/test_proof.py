@@ -19,8 +19,9 @@ from agentcache.model.family import Support
 from agentcache.model.hf import HFModel
 from agentcache.model.loading import first_layers
 from tests import models
-from tests.engines import chat, decode, engine
+from tests.engines import chat, decode, engine, long_text
 from tests.processes import Child
+from tests.saved_adapters import answer, same
 
 
 @pytest.fixture
@@ -131,14 +132,31 @@ def test_a_verdict_that_was_changed_is_not_believed(proofs: list[str], tmp_path:
 
 def test_the_layers_of_a_proof_cover_all_kinds() -> None:
     held = HFModel(families.build("gemma3_text"))
-    with first_layers(held.decoder, held.config):
+    model, decoder = held.model, held.decoder
+    with first_layers(held):
         assert [len(held.decoder.layers), held.config.layer_types[:2]] == [2, ["sliding_attention", "full_attention"]]
-    assert len(held.decoder.layers) == 4
-    with pytest.raises(ZeroDivisionError), first_layers(held.decoder, held.config):
+        assert held.model.get_decoder() is held.decoder
+        assert len(decoder.layers) == len(model.model.layers) == 4, "others compute with it"
+    assert (held.model, held.decoder) == (model, decoder)
+    with pytest.raises(ZeroDivisionError), first_layers(held):
         raise ZeroDivisionError
     assert len(held.decoder.layers) == 4
     assert torch.isfinite(held.shadow(torch.arange(70), [69])[0]).all()
     held.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v32", "lfm2"])
+def test_a_second_load_leaves_a_busy_engine_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, proven, meanwhile = families.build(family), proof.proven, list[Any]()
+    with engine(model=model, store=None) as running:
+
+        def ask() -> tuple[tuple[int, ...], torch.Tensor]:
+            return answer(running, chat(long_text(60)), None, "off")[0]
+
+        monkeypatch.setattr(proof, "proven", lambda *given: meanwhile.append(ask()) or proven(*given))
+        expected = ask()
+        HFModel(model).close()
+    assert same(expected, meanwhile[0])
 
 
 @pytest.mark.parametrize(("family", "sound"), [("jamba", False), ("recurrent_gemma", False), ("granite_swa", True), ("lfm2", True)])
