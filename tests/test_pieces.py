@@ -36,11 +36,18 @@ def text(words: int, seed: int = 0) -> str:
     return " ".join(WORDS[(seed + at * at) % len(WORDS)] for at in range(words))
 
 
-def same(one: Asking, messages: Any, **options: Any) -> int:
-    """Check an exact request against one without reuse; how many of its tokens were cached."""
+def same(one: Asking, messages: Any, mixed: bool = False, **options: Any) -> int:
+    """Check an exact request against one without reuse; how many of its tokens were cached. mixed: its receipt may say that keys and
+    checkpoints of a page come from other pieces: no bits are promised then."""
     said, logits = one(messages, **options)
-    assert said.receipt.bitwise
-    assert torch.equal(logits, one(messages, **options, reuse="off")[1])
+    off, expected = one(messages, **options, reuse="off")
+    if mixed and not said.receipt.bitwise:
+        assert any("pieces" in refusal.detail for refusal in said.receipt.refusals)
+        assert torch.allclose(logits, expected, atol=1e-4)
+        assert said.ids == off.ids
+    else:
+        assert said.receipt.bitwise
+        assert torch.equal(logits, expected)
     return said.receipt.cached_tokens
 
 
@@ -111,5 +118,5 @@ def test_conversations_that_branch_and_lose_checkpoints(
         elif what == "pin":
             one.engine.pin(talk, name=f"{at}")
         asked = [*(talk[: 1 + 2 * at] if what == "branch" else talk), user(text(words, at))]
-        same(one, asked, tools=(), tokens=2)
+        same(one, asked, mixed=True, tools=(), tokens=2)
         talk = [*asked, assistant(text(words, 5))]
