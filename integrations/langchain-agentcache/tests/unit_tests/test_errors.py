@@ -100,7 +100,7 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_text("x")
     for name, words in (("/nowhere/at/all", "does not exist"), (file, "is no folder"), ("./nothing", "does not exist")):
-        with pytest.raises(errors.ModelNotFoundError, match=f"model .* cannot be loaded: {words}. Pass a folder or a Hugging Face id"):
+        with pytest.raises(errors.ModelNotFoundError, match=f"model .* cannot be loaded: {words}. Pass a folder, a Hugging Face id"):
             ChatAgentCache(model=name, cache_dir="").invoke("x")
 
 
