@@ -20,9 +20,8 @@ from .attention import Batch
 from .family import attention_of, watch
 
 ATTENTION = "agentcache"
-running = (
-    threading.local()
-)  # of the packed forward in this thread: its config, rotary tables, slots, products, and how many layers attended
+# of the forward in this thread: its batch, config, rotary tables, slots, products, and how many layers attended
+running = threading.local()
 
 
 def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
@@ -55,7 +54,9 @@ def _register(before: str) -> None:
     def mask(*args: Any, **kw: Any) -> Any:
         if getattr(running, "batch", None) is None:
             return stock_mask(*args, **kw)
-        return None if kw.get("allow_is_causal_skip", True) else torch.ones(1, 1, 1, 1, dtype=torch.bool)  # for modules that cut it
+        if kw.get("allow_is_causal_skip", True):
+            return None
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kw.get("device"))  # modules with an indexer slice theirs
 
     AttentionInterface.register(f"{ATTENTION}_{before}", attention)
     AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)

@@ -190,7 +190,8 @@ def layers_name(decoder: Any) -> str:
 
 def layers_of(decoder: Any) -> torch.nn.ModuleList:
     """The layers of a decoder, in order; none if it does not list them."""
-    return getattr(decoder, layers_name(decoder) or " ", torch.nn.ModuleList())
+    name = layers_name(decoder)
+    return getattr(decoder, name) if name else torch.nn.ModuleList()
 
 
 @contextmanager
