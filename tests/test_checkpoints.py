@@ -27,7 +27,7 @@ from agentcache.types import Layout, Span
 from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.engines import wait_until
 
-RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba"]
+RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba", "mamba2"]
 
 
 @pytest.fixture(autouse=True)

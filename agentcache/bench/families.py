@@ -28,7 +28,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = {"qk_head_dim": 24, "head_dim": 8, "num_key_value_heads": 4}
-_ONLY_STATE = "no layer calls attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,8 @@ TINY: dict[str, Family] = {
     "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1}, unpaged="continued after 64 tokens"),
     "recurrent_gemma": Family({}, unpaged="continued after 64 tokens"),
     "minimax": Family({}, unpaged="uses cache of its own"),
-    **_all("mamba mamba2 falcon_mamba", unpaged=_ONLY_STATE),
+    "mamba2": Family({}, recurrent=True),
+    **_all("mamba falcon_mamba", unpaged="continued after 64 tokens"),
     **_all("gpt2 gpt_bigcode", config={"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 4096}),
     "phimoe": Family({"sliding_window": None}, experts=True),
     "inkling_text": Family({}, unpaged="'position_bias'"),

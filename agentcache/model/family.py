@@ -5,7 +5,7 @@ Whether pages of such layers can be reused is not decided here: the model proves
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,13 +88,18 @@ def first_use(stock: Callable[[torch.Tensor, Any], Any], name: str) -> None:
         ) from error
 
 
-def slots_of(layers: list[Layer]) -> tuple[int, ...]:
+def slots_of(layers: Sequence[Layer]) -> tuple[int, ...]:
     """The slot of a page that each call of attention reads: its own, or that of the earlier call whose keys and values it was given."""
     slots: list[int] = []
     for at, layer in enumerate(layers):
         same = (slots[n] for n in range(at) if layers[n].key is layer.key and layers[n].value is layer.value)
         slots.append(next(same, max(slots, default=-1) + 1))
     return tuple(slots)
+
+
+def widths_of(owners: Sequence[Layer]) -> tuple[tuple[int, int, int], ...]:
+    """Heads, width of keys and of values of each slot. Where no layer attends, a page still counts its tokens: two zeros for each."""
+    return tuple((layer.heads, layer.key_width, layer.value_width) for layer in owners) or ((1, 1, 1),)
 
 
 def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> Attention:
@@ -114,13 +119,16 @@ def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> 
     )
 
 
-def obstacle(layers: list[Layer], dtype: torch.dtype) -> str:
-    """Why the state of layers that were watched cannot be paged with weights of this type; "" if it can, as far as can be seen."""
+def obstacle(layers: Sequence[Layer], dtype: torch.dtype, recurrent: bool) -> str:
+    """Why the state of layers that were watched cannot be paged with weights of this type; "" if it can, as far as can be seen.
+
+    recurrent: layers keep states that do not grow; the proof tells whether there is nothing else.
+    """
     for layer in layers:
         if layer.why:
             return layer.why
     if not layers:
-        return "no layer calls attention by transformers' interface: its state is not keys and values per token"
+        return "" if recurrent else "no layer calls attention by transformers' interface: its state is not keys and values per token"
     types = {layer.dtype for layer in layers if layer.value_width}  # keys of an indexer lie in the type of the others
     if len(types) > 1:
         return f"layers mix number types {sorted(map(str, types))}"

@@ -23,10 +23,10 @@ from . import steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
-from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of
+from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of, widths_of
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
-from .loading import decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
+from .loading import cache_name, decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, rotary_of, unrotated
 from .wrapped_weights import is_quantized
@@ -195,6 +195,7 @@ class HFModel:
         from .indexers import Indexers
         from .latents import Latents
         from .proof import proven
+        from .recurrent import layers_with_state
 
         if any(m._compiled_call_impl is not None for m in self.model.modules()):
             return "it was compiled in place: pass the model before its compile()"
@@ -205,19 +206,19 @@ class HFModel:
         self._restore += [latents.remove, indexers.remove]
         places = [self._watched(place) for place in _PLACES]
         layers = places[0]
-        if why := obstacle(layers, self.dtype):
+        if why := obstacle(layers, self.dtype, bool(layers_with_state(self.config))):
             return why
         self.rotary = rotary_of(decoder, self.config, self.dtype, self.device)
         if self.rotary is None and any(changes_by_length(getattr(module, "rope_type", None)) for module in decoder.modules()):
             return "rotary frequencies change with the length of the prompt, and differ by layer type"
         self._hook()
         self._slots = slots_of(layers)
-        owners = [self._slots.index(slot) for slot in range(max(self._slots) + 1)]  # the calls that bring keys and values of their own
-        widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in map(layers.__getitem__, owners))
+        owners = [self._slots.index(slot) for slot in sorted(set(self._slots))]  # the calls that bring keys and values of their own
+        widths = widths_of([layers[at] for at in owners])
         heads, dim = max(width[0] for width in widths), max(max(width[1:]) for width in widths)
         even = set(widths) == {(heads, dim, dim)}
         recurrent = self.mixers is not None
-        self.spec = KVSpec(len(owners), heads, dim, self.dtype, self.device, widths=() if even else widths, recurrent=recurrent)
+        self.spec = KVSpec(len(widths), heads, dim, self.dtype, self.device, widths=() if even else widths, recurrent=recurrent)
         self._plain = even and all(layer.how.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = unrotated(self.rotary, _PLACES, [[place[at].page_keys for at in owners] for place in places])
@@ -343,7 +344,8 @@ class HFModel:
         return logits[: len(hidden)].float()
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Seq[int], state: Any = None) -> torch.Tensor:
-        call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": state is not None, "past_key_values": state}
+        call: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": state is not None}
+        call[cache_name(self.decoder)] = state
         if not wanted and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
             self.decoder(**call)
             return torch.empty(0, self.vocab, dtype=torch.float32)

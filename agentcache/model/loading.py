@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -192,6 +193,11 @@ def layers_of(decoder: Any) -> torch.nn.ModuleList:
     """The layers of a decoder, in order; none if it does not list them."""
     name = layers_name(decoder)
     return getattr(decoder, name) if name else torch.nn.ModuleList()
+
+
+def cache_name(model: Any) -> str:
+    """The keyword by which a model takes its cache: Mamba's says `cache_params`."""
+    return "cache_params" if "cache_params" in inspect.unwrap(type(model).forward).__code__.co_varnames else "past_key_values"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from .kernels.dispatch import RowPureLinear
+from .loading import cache_name
 
 
 def run(
@@ -34,7 +34,7 @@ def _forward(model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor,
     for rotary in growing:  # else the longest call so far, anyone's, decides the frequencies
         rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
     if not isinstance(state, torch.Tensor):
-        keyword = "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        keyword = cache_name(model)
         held = DynamicCache(config=config) if state is None and keyword == "past_key_values" else state
         out = model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{keyword: held})
         if getattr(out, keyword, None) is not None:

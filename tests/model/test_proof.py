@@ -166,7 +166,7 @@ def test_rounding_to_16_bits_hides_no_loss_of_state(family: str, sound: bool) ->
     held.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "zaya", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "zaya", "falcon_h1", "mamba2"])
 def test_pieces_run_in_one_forward_have_the_bits_of_each(family: str, proofs: list[str]) -> None:
     held = HFModel(families.build(family))
     assert held.support.joins
