@@ -257,7 +257,7 @@ def documents(engine: Owner, name: str | None, namespace: str | None) -> tuple[D
 def release(engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool]) -> int:
     """Release the texts of which `goes` says so; how many."""
     released = 0
-    with engine._groups.renewing:
+    with engine._groups.renewing():
         for group in _packs_of(engine, name, namespace):
             left = tuple(one for one in group.sources if not goes(one[0], one[1]))
             released += len(group.sources) - len(left)

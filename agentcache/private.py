@@ -50,7 +50,7 @@ def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
 
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Alone among all processes and threads that are making this folder. The lock ends with its process."""
+    """Alone among all processes and threads that ask so for this folder. The lock ends with its process."""
     # Windows opens no folders: a file beside the folder's key stands for it
     fd = os.open(place / "key.lock", os.O_RDWR | os.O_CREAT) if sys.platform == "win32" else os.open(place, os.O_RDONLY)
     try:

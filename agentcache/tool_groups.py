@@ -9,8 +9,9 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,6 +21,7 @@ from .kv import PAGE_TOKENS
 from .matching import fingerprint_of
 from .model.adapters import Adapter
 from .model.fingerprint import Fingerprint
+from .private import locked
 from .request import Running
 from .shared_engines import EngineLease
 from .store.deletion import Deletion
@@ -43,7 +45,7 @@ class ToolGroups:
         self._scheduler = scheduler
         self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
-        self.renewing = threading.Lock()  # held from a look at `packs` until `renew`
+        self._renewing = threading.Lock()
         self.timed = TimedPins(self)
         self._sessions: Sessions | None = None
         self._store.on_renewal(self._record)
@@ -151,24 +153,36 @@ class ToolGroups:
             raise StoreFullError(f"{group.name!r} was not written: {self._store.disk.writer.failure or 'the disk does not take it'}")
         self._store.tree.release_pin((group.scope, group.tip))
 
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        """Alone among threads and processes, from a look at `packs` until `renew`."""
+        disk = self._store.disk
+        if disk is not None:
+            disk.folder.check_same()
+        with self._renewing, locked(disk.folder.blobs) if disk is not None else nullcontext():  # deletions lock the store's own folder
+            yield
+
     def renew(self, group: ToolGroup) -> None:
         """Record a group again, whose manifest names other texts now; not one that was forgotten meanwhile."""
         disk, about = self._store.disk, (group.namespace, group.name)
         with self._store.deletions.lock:
-            if about in self._held:
+            if held := about in self._held:
                 with self._lock:
                     self._held[about] = group
-                self._store.record(group)
-            elif disk is not None and disk.index.group(*about, group.fingerprint) is not None:
+            if disk is not None and disk.index.group(*about, group.fingerprint) is not None:
                 disk.index.put_group(group, self._store.deletions.generation)  # now: the next who releases a text of it reads it there
+            elif held:
+                self._store.record(group)
 
     def packs(self) -> list[ToolGroup]:
-        """Those that hold documents, of this and earlier processes, all of whose pages are there."""
+        """Those that hold documents, of this and other processes, all of whose pages are there."""
         disk, found = self._store.disk, {(one.namespace, one.name): one for one in self.all if one.sources}
         if disk is None:
             return list(found.values())
         whole = self._fingerprint.whole if self._fingerprint else ""
-        found = {(one.namespace, one.name): one for one in disk.index.groups() if one.sources and one.fingerprint == whole} | found
+        for one in disk.index.groups():
+            if one.sources and one.fingerprint == whole:  # another process may have released texts of one that is held here
+                found[one.namespace, one.name] = replace(found.get((one.namespace, one.name), one), sources=one.sources)
         return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
 
     def abandon(self, request: Running, layout: Layout) -> None:

@@ -262,6 +262,38 @@ def test_texts_released_at_once_are_all_released(monkeypatch: pytest.MonkeyPatch
         assert sources(running) == TEXTS.keys() - {"text-1", "text-2"}
 
 
+def test_processes_release_texts_of_one_pack(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as learnt, engine(store=tmp_path) as other:
+        learnt.learn(TEXTS)
+        assert other.unlearn(["text-1"]) == 1
+        assert sources(learnt) == TEXTS.keys() - {"text-1"}
+        assert learnt.unlearn(["text-2", "text-1"]) == 1
+        assert sources(learnt) == sources(other) == TEXTS.keys() - {"text-1", "text-2"}
+        assert other.unlearn(list(TEXTS)) == 6
+        assert sources(learnt) == sources(other) == set()
+        assert learnt.flush()
+        assert learnt.store.disk
+        assert learnt.store.disk.index.groups() == []
+
+
+def test_processes_release_texts_of_one_pack_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, packs = threading.Barrier(2), ToolGroups.packs
+
+    def looked(self: ToolGroups) -> list[ToolGroup]:
+        found = packs(self)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(1)  # in vain where one looks after the other
+        return found
+
+    with engine(store=tmp_path) as learnt, engine(store=tmp_path) as other, ThreadPoolExecutor(2) as callers:
+        learnt.learn(TEXTS)
+        with monkeypatch.context() as looking:
+            looking.setattr(ToolGroups, "packs", looked)
+            done = [callers.submit(learnt.unlearn, ["text-1"]), callers.submit(other.unlearn, ["text-2"])]
+            assert [each.result() for each in done] == [1, 1]
+        assert sources(learnt) == sources(other) == TEXTS.keys() - {"text-1", "text-2"}
+
+
 @pytest.mark.parametrize("earlier", [True, False], ids=["of an earlier process", "of this process"])
 def test_a_pack_forgotten_during_a_release_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
     packs = ToolGroups.packs
