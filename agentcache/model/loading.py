@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -155,6 +156,8 @@ def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revi
     if not place.is_dir() and (place.is_absolute() or str(model).startswith(".")):
         what = "is no folder" if place.exists() else "does not exist"
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {what}. {WAY}")
+    if not place.is_dir() and get_close_matches(str(model), [embedded.NAME], cutoff=0.8):  # asking a Hub that is not reached takes a minute
+        raise ModelLoadError(f"model {str(model)!r} cannot be loaded: there is no such folder; did you mean {embedded.NAME!r}?")
     if revision is not None and place.is_dir():
         raise ConfigError(f"revision={revision!r} with the folder {str(model)!r}, which holds one revision: name the Hugging Face id")
     if device is not None:

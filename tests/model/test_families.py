@@ -266,6 +266,8 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     for path in ("/no/such/folder", str(tmp_path)):
         with pytest.raises(ModelLoadError, match="Pass a folder, a Hugging Face id of a causal model, or 'embedded'"):
             load(path)
+    with pytest.raises(ModelLoadError, match="'embeded' cannot be loaded: there is no such folder; did you mean 'embedded'"):
+        load("embeded")
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(ModelLoadError, match="no_such_type"):
         load(tmp_path)
