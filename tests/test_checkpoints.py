@@ -22,6 +22,7 @@ from agentcache.request import Running
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
 from agentcache.store.keys import as_ids
+from agentcache.store.store import Store
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Layout, Span
 from tests.asking import SYSTEM, TOOLS, Asking, user
@@ -294,12 +295,19 @@ def test_a_state_that_is_not_finite_is_not_admitted(asking: Callable[..., Asking
     assert len(one.engine.store) == 0
 
 
-def test_keys_of_other_pieces_are_not_promised_bit_by_bit(asking: Callable[..., Asking]) -> None:
-    """The shorter prompt's checkpoint goes into the page of a longer one, which was not cut there."""
-    ask = asking("qwen3_5_text", None)
+@pytest.mark.parametrize("store", [None, "store"])
+def test_keys_of_other_pieces_are_not_promised_bit_by_bit(
+    store: str | None, tmp_path: Path, asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shorter prompt's checkpoint goes into the page of a longer one, which was not cut there, while that waits to be written."""
+    monkeypatch.setattr(Store, "defer_writes", lambda self, busy: self.disk and self.disk.writer.quiet.clear())
+    ask = asking("qwen3_5_text", store and tmp_path / store)
     ask([SYSTEM, user(WORDS * 100)], tools=())
     shorter = [SYSTEM, user(WORDS * 84)]
     ask(shorter, tools=())
+    if store:
+        ask.engine.close()
+        ask = asking("qwen3_5_text", tmp_path / store)
     said, logits = ask(shorter, tools=())
     assert said.receipt.cached_tokens % PAGE_TOKENS
     assert said.receipt.bitwise <= torch.equal(ask(shorter, tools=(), reuse="off")[1], logits)
