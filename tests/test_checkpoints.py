@@ -314,6 +314,19 @@ def test_keys_of_other_pieces_are_not_promised_bit_by_bit(
     assert Reason.NUMERICS in [refusal.reason for refusal in said.receipt.refusals]
 
 
+def test_keys_from_disk_beside_other_checkpoints_promise_no_bits(tmp_path: Path, asking: Callable[..., Asking]) -> None:
+    """A longer page that another process wrote takes the place of one in memory, and gets its checkpoint."""
+    one, other = asking("qwen3_5_text", tmp_path / "store"), asking("qwen3_5_text", tmp_path / "store")
+    shorter, longer = ([SYSTEM, user(WORDS * count)] for count in (84, 100))
+    one(shorter, tools=())
+    other(longer, tools=())
+    assert other.engine.flush()
+    assert one(longer, tools=())[0].receipt.disk_tokens
+    said, logits = one(shorter, tools=())
+    assert said.receipt.cached_tokens % PAGE_TOKENS
+    assert said.receipt.bitwise <= torch.equal(one(shorter, tools=(), reuse="off")[1], logits)
+
+
 @pytest.mark.parametrize("words", [76, 107])
 def test_a_start_is_pinned_where_its_continuations_are_cut(words: int, asking: Callable[..., Asking]) -> None:
     """A multiple of 64 lies between the end of the last message and that of what its answer begins with."""
