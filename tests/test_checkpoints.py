@@ -327,6 +327,18 @@ def test_keys_from_disk_beside_other_checkpoints_promise_no_bits(tmp_path: Path,
     assert said.receipt.bitwise <= torch.equal(one(shorter, tools=(), reuse="off")[1], logits)
 
 
+def test_pages_of_fewer_bits_without_a_checkpoint_leave_a_request_exact(tmp_path: Path, asking: Callable[..., Asking]) -> None:
+    options = StoreOptions(tmp_path / "store", precision="int8")
+    one = asking("qwen3_5_text", options)
+    one([SYSTEM, user(WORDS * 30)], tools=())
+    one.engine.close()
+    one, prompt = asking("qwen3_5_text", options), [SYSTEM, user(WORDS * 26)]
+    said, _ = one(prompt, tools=(), reuse="lossy")
+    assert (said.receipt.cached_tokens, said.receipt.precision, said.receipt.bitwise) == (0, "exact", True)
+    assert Reason.LOSSY not in [refusal.reason for refusal in said.receipt.refusals]
+    assert one(prompt, tools=())[0].receipt.cached_tokens, "an exact request goes on from what was computed"
+
+
 @pytest.mark.parametrize("words", [76, 107])
 def test_a_start_is_pinned_where_its_continuations_are_cut(words: int, asking: Callable[..., Asking]) -> None:
     """A multiple of 64 lies between the end of the last message and that of what its answer begins with."""
