@@ -339,6 +339,14 @@ def test_pages_of_fewer_bits_without_a_checkpoint_leave_a_request_exact(tmp_path
     assert one(prompt, tools=())[0].receipt.cached_tokens, "an exact request goes on from what was computed"
 
 
+def test_a_probe_counts_no_pages_in_memory_as_disk(asking: Callable[..., Asking]) -> None:
+    """Those after the last checkpoint are computed again."""
+    one, prompt = asking("qwen3_5_text", None), [SYSTEM, user(WORDS * 26)]
+    one([SYSTEM, user(WORDS * 30)], tools=())
+    told = one.engine.probe(prompt)
+    assert (told.memory_tokens, told.disk_tokens) == (one(prompt, tools=())[0].receipt.cached_tokens, 0)
+
+
 @pytest.mark.parametrize("words", [76, 107])
 def test_a_start_is_pinned_where_its_continuations_are_cut(words: int, asking: Callable[..., Asking]) -> None:
     """A multiple of 64 lies between the end of the last message and that of what its answer begins with."""
