@@ -86,8 +86,8 @@ class Eviction:
         """Drop the least recently used leaf, one of a tool group only if there is no other; False if there is none."""
         group = None
         for entry in among:
-            if entry.children or entry.pins or self._shared(entry):
-                continue
+            if entry.children or entry.pins or (entry.scope.precision == "exact" and self._shared(entry)):
+                continue  # pages over an exact one, and those of other scopes that it is lent to, go before it
             if entry.role < Role.GROUP:
                 self._drop(entry)
                 return True
@@ -130,7 +130,7 @@ class Eviction:
         entry.counted = entry.counted if sign > 0 else ()
 
     def _shared(self, entry: Entry) -> bool:
-        """Tell whether another page shares the memory of this one."""
+        """Tell whether another entry holds the memory of its page, too."""
         return self._held[id(entry.page)][0] > 1
 
 
