@@ -252,6 +252,8 @@ class PrefixTree:
     def _take_checkpoints(self, entry: Entry, page: Page, tokens: int, numerics: frozenset[str]) -> None:
         """Add those that another page with the same first tokens has: a sequence that was branched made them, in pieces of its own."""
         assert entry.page is not None
+        if entry.scope.precision != "exact" and self.eviction.shared(entry):
+            return  # it is lent: exact requests start from the checkpoints of this very page
         held = entry.page.checkpoints
         new = {slots: known for slots, known in page.checkpoints.items() if slots <= tokens}
         if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:
