@@ -116,6 +116,18 @@ def test_checkpoints_of_the_same_pieces_promise_bits() -> None:
     assert tree.match(HERE, as_ids(range(513))).numerics == {"n"}
 
 
+def test_a_page_that_grows_promises_no_more_than_before() -> None:
+    """Its owner appends to it while a shorter prompt's checkpoint comes."""
+    tree = PrefixTree(1 << 30)
+    _, (page,) = prompt(448, {448: checkpoint(cuts=(64, 448))})
+    tree.admit(HERE, as_ids(range(448)), [page], "n")
+    tree.admit(HERE, *prompt(384, {384: checkpoint(cuts=(64, 384))}), "n")
+    page.filled = 512
+    tree.admit(HERE, as_ids(range(512)), [page], "n")
+    assert kept(tree) == [384, 448]
+    assert tree.match(HERE, as_ids(range(513))).numerics == {"n", PIECES}
+
+
 def test_a_lent_page_takes_no_checkpoints_of_fewer_bits() -> None:
     tree, lossy = PrefixTree(1 << 30), replace(HERE, precision="int8")
     tree.admit(HERE, *prompt(512, {}), "n")
