@@ -14,7 +14,7 @@ import torch
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .events import Chunk, Done, Progress
 from .kv import Sequence
-from .matching import Matching, at_checkpoint
+from .matching import Matching
 from .model.sampling import logprob_of
 from .plan import Attach, Plan, make
 from .receipt import Sealed
@@ -82,7 +82,7 @@ class Lifecycle:
             running.account.record_stock(length)
             return running.plan
         assert model.spec is not None and model.numerics is not None
-        found, layout = self.matching.match(running), asked.layout
+        layout, cuts = asked.layout, None
         running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
         if asked.diagnose and model.experts:
             from .model.routes import Routes
@@ -92,9 +92,9 @@ class Lifecycle:
             from .checkpoints import cuts_of, in_text, marks_of
 
             marks = marks_of(layout, whole=running.asked.fill_only)
-            sequence.cuts = cuts_of(marks, length, in_text(layout))
+            sequence.cuts = cuts = cuts_of(marks, length, in_text(layout))
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
-            found = at_checkpoint(found, sequence.cuts)
+        found = self.matching.match(running, cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)
         below = None
         if model.adapters and not computed_once and not (near and near.scope):

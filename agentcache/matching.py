@@ -26,9 +26,9 @@ def fingerprint_of(weights: str, adapter: Adapter | None) -> str:
     return weights if adapter is None or adapter.invocation else f"{weights}+{adapter.digest}"
 
 
-def at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
-    """The part of a match up to the last checkpoint that serves a prompt of these pieces."""
-    tokens = last_checkpoint(found.pages, found.tokens, cuts)
+def at_checkpoint(found: Match, cuts: tuple[int, ...] | None) -> Match:
+    """The part of a match up to the last checkpoint that serves a prompt of these pieces; all of it where none is needed."""
+    tokens = found.tokens if cuts is None else last_checkpoint(found.pages, found.tokens, cuts)
     if tokens == found.tokens:
         return found
     count = -(-tokens // PAGE_TOKENS)
@@ -63,8 +63,9 @@ class Matching:
             return Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
         return Reason.LAYER_KIND, model.support.why
 
-    def match(self, running: Running) -> Match:
-        """The longest prefix in memory: an exact one, unless the request allows for less and finds more there."""
+    def match(self, running: Running, cuts: tuple[int, ...] | None) -> Match:
+        """The longest prefix in memory: an exact one, unless the request allows for less and finds more there. cuts: where its pieces
+        end, None where it needs no checkpoint."""
         scope = running.scope
         assert scope is not None
         if running.asked.reuse == "off":
@@ -73,14 +74,14 @@ class Matching:
             longest = max(one.tokens for one in running.suspects)
             detail = f"NaN or infinity behind {longest} tokens that were attached: computed again without reuse"
             return Match(0, (), Reason.NON_FINITE, detail=detail)
-        found = self.store.match(scope, running.covered_ids)
+        found = at_checkpoint(self.store.match(scope, running.covered_ids), cuts)
         if running.asked.reuse == "lossy" and (disk := self.store.disk):
             lossy = replace(scope, precision=disk.precision)
-            other = self.store.match(lossy, running.covered_ids)
+            other = at_checkpoint(self.store.match(lossy, running.covered_ids), cuts)
             if other.tokens > found.tokens:
                 running.scope, found = lossy, other
         elif running.ranges is not None:
-            found = running.ranges.match(scope, found.tokens) or found
+            found = at_checkpoint(running.ranges.match(scope, found.tokens) or found, cuts)
         adapter = running.asked.adapter
         if adapter is not None and found.tokens == running.covered_tokens:
             found = replace(found, missed=Reason.ADAPTER, detail="the adapter acts from here on")

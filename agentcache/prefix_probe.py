@@ -35,8 +35,9 @@ def probe(
         return found(0, 0, Reason.FINGERPRINT, known.refusal)
     scope = Scope(namespace, fingerprint_of(known.whole, adapter), regime)
     match, disk_tokens = store.probe(PageQuery(scope, ids, ms_per_token, model.spec))
+    adds = disk_tokens > match.tokens
     if model.spec.recurrent:
         match = at_checkpoint(match, cuts_of(marks_of(layout), total, in_text(layout)))
-    disk = max(0, disk_tokens - match.tokens)
+    disk = disk_tokens - match.tokens if adds else 0
     reason = Reason.LAST_TOKEN if match.tokens + disk == total - 1 else match.missed
     return found(match.tokens, disk, reason, "" if disk else match.detail)

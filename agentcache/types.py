@@ -324,7 +324,7 @@ class Probe:
     prefix_tokens: int
     # attached from memory
     memory_tokens: int
-    # read from disk, after those
+    # read from disk, after those; of recurrent layers at most so many: their checkpoints are found by reading
     disk_tokens: int
     # left to compute
     computed_tokens: int

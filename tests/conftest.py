@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once 
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of collections."""
+    """Leave what was imported out of collections. Let Hypothesis draw no numbers that stand in modules loaded by then: examples of
+    derandomized tests would depend on what else was imported."""
+    providers = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if (none := getattr(providers, "_local_constants", None)) is not None:
+        providers._get_local_constants = lambda: none  # type: ignore[union-attr]
     gc.freeze()
 
 

@@ -22,6 +22,7 @@ from agentcache.request import Running
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
 from agentcache.store.keys import as_ids
+from agentcache.store.store import Store
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Layout, Span
 from tests.asking import SYSTEM, TOOLS, Asking, user
@@ -294,16 +295,56 @@ def test_a_state_that_is_not_finite_is_not_admitted(asking: Callable[..., Asking
     assert len(one.engine.store) == 0
 
 
-def test_keys_of_other_pieces_are_not_promised_bit_by_bit(asking: Callable[..., Asking]) -> None:
-    """The shorter prompt's checkpoint goes into the page of a longer one, which was not cut there."""
-    ask = asking("qwen3_5_text", None)
+@pytest.mark.parametrize("store", [None, "store"])
+def test_keys_of_other_pieces_are_not_promised_bit_by_bit(
+    store: str | None, tmp_path: Path, asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shorter prompt's checkpoint goes into the page of a longer one, which was not cut there, while that waits to be written."""
+    monkeypatch.setattr(Store, "defer_writes", lambda self, busy: self.disk and self.disk.writer.quiet.clear())
+    ask = asking("qwen3_5_text", store and tmp_path / store)
     ask([SYSTEM, user(WORDS * 100)], tools=())
     shorter = [SYSTEM, user(WORDS * 84)]
     ask(shorter, tools=())
+    if store:
+        ask.engine.close()
+        ask = asking("qwen3_5_text", tmp_path / store)
     said, logits = ask(shorter, tools=())
     assert said.receipt.cached_tokens % PAGE_TOKENS
     assert said.receipt.bitwise <= torch.equal(ask(shorter, tools=(), reuse="off")[1], logits)
     assert Reason.NUMERICS in [refusal.reason for refusal in said.receipt.refusals]
+
+
+def test_keys_from_disk_beside_other_checkpoints_promise_no_bits(tmp_path: Path, asking: Callable[..., Asking]) -> None:
+    """A longer page that another process wrote takes the place of one in memory, and gets its checkpoint."""
+    one, other = asking("qwen3_5_text", tmp_path / "store"), asking("qwen3_5_text", tmp_path / "store")
+    shorter, longer = ([SYSTEM, user(WORDS * count)] for count in (84, 100))
+    one(shorter, tools=())
+    other(longer, tools=())
+    assert other.engine.flush()
+    assert one(longer, tools=())[0].receipt.disk_tokens
+    said, logits = one(shorter, tools=())
+    assert said.receipt.cached_tokens % PAGE_TOKENS
+    assert said.receipt.bitwise <= torch.equal(one(shorter, tools=(), reuse="off")[1], logits)
+
+
+def test_pages_of_fewer_bits_without_a_checkpoint_leave_a_request_exact(tmp_path: Path, asking: Callable[..., Asking]) -> None:
+    options = StoreOptions(tmp_path / "store", precision="int8")
+    one = asking("qwen3_5_text", options)
+    one([SYSTEM, user(WORDS * 30)], tools=())
+    one.engine.close()
+    one, prompt = asking("qwen3_5_text", options), [SYSTEM, user(WORDS * 26)]
+    said, _ = one(prompt, tools=(), reuse="lossy")
+    assert (said.receipt.cached_tokens, said.receipt.precision, said.receipt.bitwise) == (0, "exact", True)
+    assert Reason.LOSSY not in [refusal.reason for refusal in said.receipt.refusals]
+    assert one(prompt, tools=())[0].receipt.cached_tokens, "an exact request goes on from what was computed"
+
+
+def test_a_probe_counts_no_pages_in_memory_as_disk(asking: Callable[..., Asking]) -> None:
+    """Those after the last checkpoint are computed again."""
+    one, prompt = asking("qwen3_5_text", None), [SYSTEM, user(WORDS * 26)]
+    one([SYSTEM, user(WORDS * 30)], tools=())
+    told = one.engine.probe(prompt)
+    assert (told.memory_tokens, told.disk_tokens) == (one(prompt, tools=())[0].receipt.cached_tokens, 0)
 
 
 @pytest.mark.parametrize("words", [76, 107])

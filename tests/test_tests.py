@@ -24,3 +24,10 @@ def test_no_test_module_imports_another() -> None:
     found = {name: sorted(imported(name, path, inside) & modules) for name, path in inside.items()}
     assert {name: others for name, others in found.items() if others} == {}
     assert len(modules) > 100
+
+
+def test_examples_do_not_depend_on_what_is_loaded() -> None:
+    """Hypothesis also draws numbers that stand in the project's modules, as many as are loaded by then."""
+    from hypothesis.internal.conjecture import providers
+
+    assert len(providers._get_local_constants()) == 0

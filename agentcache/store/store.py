@@ -162,10 +162,12 @@ class Store:
         with self.deletions.lock:
             if self.deletions.meet(scope, tokens, Moment(generation, min(row.created for row in rows))):
                 return []
+            read = [len(page.checkpoints) for page in pages[-len(rows) :]]
             path = self.tree.admit(scope, tokens, pages, rows[-1].numerics)[-len(rows) :]
-            for entry, row, page in zip(path, rows, pages[-len(rows) :], strict=False):
+            for entry, row, page, own in zip(path, rows, pages[-len(rows) :], read, strict=False):
                 if entry.page is page and entry.parent is not None:
-                    entry.numerics = row.numerics | entry.parent.numerics  # later pages may have come from other kernels
+                    lent = entry.numerics if len(page.checkpoints) > own else frozenset[str]()  # with checkpoints that memory had
+                    entry.numerics = row.numerics | entry.parent.numerics | lent  # later pages may have come from other kernels
                     entry.made = row.created
                 if entry.key == row.page_key:
                     entry.row, entry.role = row.id, max(entry.role, Role(row.role))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,21 +20,24 @@ from .blob_format import plan, section_context, tail_context
 from .folder import Folder
 from .schema import Row
 
+if TYPE_CHECKING:
+    from ...checkpoints import Checkpoint
+
 THREADS = max(2, min(4, os.cpu_count() or 2))  # what reads and hashes one request's pages; more than cores only wait for each other
 
 
-def write(folder: Folder, row: Row, page: Page) -> Row:
-    """Store the first row.tokens slots of a page; returns the row with blob and bytes.
+def write(folder: Folder, row: Row, page: Page, checkpoints: dict[int, Checkpoint] | None = None) -> Row:
+    """Store the first row.tokens slots of a page, with these or its own checkpoints; returns the row with blob and bytes.
 
     The blob is there as a whole or not at all. StoreFullError, StoreError: it is not.
     """
     page = page if page.keys.device.type == "cpu" else page.copy(row.tokens, "host")
     assert fits(row, page) and row.tokens <= page.filled
     packed = b""
-    if page.checkpoints:
+    if checkpoints := page.checkpoints if checkpoints is None else checkpoints:
         from .checkpoint_bytes import pack
 
-        packed = pack(page.checkpoints, row.tokens)
+        packed = pack(checkpoints, row.tokens)
     layers = len(row.widths)
     return write_sections(
         folder, replace(row, checkpoint_bytes=len(packed)), lambda at: _stored(row, page, at) if at < layers else [memoryview(packed)]

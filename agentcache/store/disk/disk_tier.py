@@ -216,7 +216,7 @@ class DiskTier:
             return 0, "parent missing"
         if known is not None:  # quarantined: it may go, now that there is a better one
             blob_files.remove(self.folder, self.index.remove([known.id], force=True))
-        if not self._insert(blob_io.write(self.folder, row, page), pending):
+        if not self._insert(blob_io.write(self.folder, row, page, pending.checkpoints), pending):
             return 0, "deleted"
         found = self.index.row(pending.key, fingerprint, row.precision)
         return (found.id, "written") if found else (0, "evicted")  # at once, by another process that needed room
@@ -226,7 +226,7 @@ class DiskTier:
         packed = pending.checkpoint_bytes
         if packed >= known.checkpoint_bytes or not self.writer.budget.take(known.bytes - known.checkpoint_bytes + packed):
             return
-        spare = written = blob_io.write(self.folder, known, pending.page)
+        spare = written = blob_io.write(self.folder, known, pending.page, pending.checkpoints)
         try:
             spare = self.index.exchange(known, written)
         finally:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...errors import FAULTS
 from ...kv import PAGE_TOKENS, Page
@@ -24,6 +25,9 @@ from ..entry import Entry
 from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope
 from ..policy import WriteBudget
+
+if TYPE_CHECKING:
+    from ...checkpoints import Checkpoint
 
 SETTLE_S = 2.0  # the last page of a sequence that has not grown for so long is worth writing
 PATIENCE_S = 30.0  # so long a write gives way to requests that are being computed
@@ -50,15 +54,16 @@ class PendingWrite:
     settled: bool
     role: Role
     numerics: frozenset[str]
+    checkpoints: dict[int, Checkpoint]
     generation: int
 
     @property
     def checkpoint_bytes(self) -> int:
-        if not self.page.checkpoints:
+        if not self.checkpoints:
             return 0
         from . import checkpoint_bytes
 
-        return checkpoint_bytes.size(self.page.checkpoints, len(self.ids))
+        return checkpoint_bytes.size(self.checkpoints, len(self.ids))
 
     @property
     def name(self) -> Name:
@@ -127,13 +132,16 @@ class Writer:
                 page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
                 if (known := self._pending.get((entry.scope, key))) is not None:
                     known.role = max(known.role, entry.role)
+                    if known.page is page is not None:  # a checkpoint of other pieces may have come: both or none
+                        known.numerics, known.checkpoints = numerics, page.checkpoints
                 if page is None or (known is not None and not settled):
                     continue
                 for shorter in [p for p in self._pending.values() if p.entry is entry and not p.settled]:
                     del self._pending[shorter.name]
                 whole = settled or len(ids) == PAGE_TOKENS
                 due = now if whole else now + SETTLE_S
-                new = PendingWrite(entry, ids, page, key, due, next(self._numbers), now, whole, entry.role, numerics, generation)
+                number, role, checkpoints = next(self._numbers), entry.role, page.checkpoints
+                new = PendingWrite(entry, ids, page, key, due, number, now, whole, role, numerics, checkpoints, generation)
                 self._pending[new.name] = new
             self._bound()
             self._changed.notify_all()

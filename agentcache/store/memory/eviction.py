@@ -86,8 +86,8 @@ class Eviction:
         """Drop the least recently used leaf, one of a tool group only if there is no other; False if there is none."""
         group = None
         for entry in among:
-            if entry.children or entry.pins or self._shared(entry):
-                continue
+            if entry.children or entry.pins or (entry.scope.precision == "exact" and self.shared(entry)):
+                continue  # pages over an exact one, and those of other scopes that it is lent to, go before it
             if entry.role < Role.GROUP:
                 self._drop(entry)
                 return True
@@ -101,7 +101,7 @@ class Eviction:
         if not self.host_budget_bytes:
             return False
         on_device = (entry for entry in self if not entry.pins and entry.page and entry.page.tier == "device")
-        found = next((entry for entry in on_device if entry.page and not entry.page.claimed and not self._shared(entry)), None)
+        found = next((entry for entry in on_device if entry.page and not entry.page.claimed and not self.shared(entry)), None)
         if found is None or found.page is None:
             return False
         need = found.page.copy_bytes
@@ -129,8 +129,8 @@ class Eviction:
                 self.host_bytes += sign * size if tier == "host" else 0
         entry.counted = entry.counted if sign > 0 else ()
 
-    def _shared(self, entry: Entry) -> bool:
-        """Tell whether another page shares the memory of this one."""
+    def shared(self, entry: Entry) -> bool:
+        """Tell whether another entry holds the memory of its page, too."""
         return self._held[id(entry.page)][0] > 1
 
 

@@ -234,9 +234,11 @@ class PrefixTree:
             lent = {slots: known for slots, known in child.page.checkpoints.items() if slots <= run and slots not in page.checkpoints}
             numerics |= _mixed(child.first, page.checkpoints, lent)
             page.checkpoints = lent | page.checkpoints
+            if lent or page is child.page:  # one that has grown may have taken checkpoints meanwhile
+                numerics |= child.numerics
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
             self.eviction.replace(child, page)
-            child.numerics, child.role = numerics | (child.numerics if lent else frozenset()), min(child.role, Role.PREFIX)
+            child.numerics, child.role = numerics, min(child.role, Role.PREFIX)
             self._index(child)
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
@@ -252,6 +254,8 @@ class PrefixTree:
     def _take_checkpoints(self, entry: Entry, page: Page, tokens: int, numerics: frozenset[str]) -> None:
         """Add those that another page with the same first tokens has: a sequence that was branched made them, in pieces of its own."""
         assert entry.page is not None
+        if entry.scope.precision != "exact" and self.eviction.shared(entry):
+            return  # it is lent: exact requests start from the checkpoints of this very page
         held = entry.page.checkpoints
         new = {slots: known for slots, known in page.checkpoints.items() if slots <= tokens}
         if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from agentcache.checkpoints import SHARE, Checkpoint
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
+from agentcache.store.lent_pages import lend
 from agentcache.store.memory.checkpoint_room import thin
 from agentcache.store.memory.prefix_tree import PIECES, PrefixTree
 
@@ -111,6 +114,26 @@ def test_checkpoints_of_the_same_pieces_promise_bits() -> None:
         tree.admit(HERE, *prompt(tokens, {tokens: checkpoint(cuts=cuts)}), "n")
     assert kept(tree) == [64, 384, 512]
     assert tree.match(HERE, as_ids(range(513))).numerics == {"n"}
+
+
+def test_a_page_that_grows_promises_no_more_than_before() -> None:
+    """Its owner appends to it while a shorter prompt's checkpoint comes."""
+    tree = PrefixTree(1 << 30)
+    _, (page,) = prompt(448, {448: checkpoint(cuts=(64, 448))})
+    tree.admit(HERE, as_ids(range(448)), [page], "n")
+    tree.admit(HERE, *prompt(384, {384: checkpoint(cuts=(64, 384))}), "n")
+    page.filled = 512
+    tree.admit(HERE, as_ids(range(512)), [page], "n")
+    assert kept(tree) == [384, 448]
+    assert tree.match(HERE, as_ids(range(513))).numerics == {"n", PIECES}
+
+
+def test_a_lent_page_takes_no_checkpoints_of_fewer_bits() -> None:
+    tree, lossy = PrefixTree(1 << 30), replace(HERE, precision="int8")
+    tree.admit(HERE, *prompt(512, {}), "n")
+    lend(tree, lossy, as_ids(range(513)))
+    tree.admit(lossy, *prompt(448, {448: checkpoint()}), "n")
+    assert tree.checkpoints(HERE, as_ids(range(512))) == {}
 
 
 def test_a_copy_has_the_checkpoints_of_its_tokens() -> None:

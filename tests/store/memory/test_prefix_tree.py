@@ -255,6 +255,16 @@ def test_lent_pages_are_forgotten_with_those_they_share() -> None:
     assert store.entries() == []
 
 
+def test_lent_pages_are_evicted_as_others_are() -> None:
+    store, ids = PrefixTree(2 * SPEC.page_bytes), page_of(1, 200)
+    keep(store, ids)
+    lend(store, replace(HERE, precision="int8"), as_ids([*ids, 0]))
+    for first in (2, 3):
+        keep(store, page_of(first, 200))
+    assert [entry.ids[0] for entry in store.entries()] == [2, 3]
+    assert store.bytes == 2 * SPEC.page_bytes
+
+
 def test_changes_tells_whether_a_match_may_differ() -> None:
     store = PrefixTree(100 * SPEC.page_bytes)
     keep(store, page_of(1))
