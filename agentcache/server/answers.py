@@ -35,7 +35,7 @@ Failed = Callable[[ServerError], str]
 PING_S = 15.0  # how often a stream that has nothing to tell shows that it is alive
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # of routes that stream, for the schema
 _compact = json.JSONEncoder(separators=(",", ":")).encode
-ANSWER = "x_agentcache"  # the receipt's name in answers, and that of its event in streams
+ANSWER = "x_agentcache"  # the receipt's name in answers, and in the last event of streams but for usage
 
 
 @dataclass(eq=False)
@@ -53,6 +53,11 @@ class Answer:
         """Start of the fingerprint of the weights, as the engine found it when the request was made."""
         found = self.engine.fingerprint
         return f"fp_{found.known[:12]}" if found else None
+
+    def told(self) -> dict[str, Any]:
+        """The answer is whole: its receipt, under its name."""
+        self.record.end(self.stream.receipt)
+        return {ANSWER: self.record.as_dict()}
 
     async def completion(self) -> Completion:
         """The whole result, without holding a thread."""
@@ -104,8 +109,7 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     except AgentCacheError as error:
         answer.record.fail(str(error))
         raise
-    answer.record.end(answer.stream.receipt)
-    return JSONResponse({**told, ANSWER: answer.record.as_dict()})
+    return JSONResponse({**told, **answer.told()})
 
 
 async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T]) -> T:
@@ -161,7 +165,7 @@ class EventStream(Response):
                 group.cancel_scope.cancel()
 
     async def _tell(self, send: Send, group: TaskGroup) -> None:
-        """Send the answer or its error, then the receipt."""
+        """Send the answer or its error, then the end."""
         state, record, error = self._state, self._answer.record, None
         with CancelScope(deadline=current_time() + state.limits.answer_s) as bound:
             group.start_soon(_cancel_after, state.closing.wait, bound)
@@ -177,7 +181,7 @@ class EventStream(Response):
         if error is not None:
             record.fail(error.detail)
             await self._send(send, self._failed(error))
-        await self._send(send, self._end + sse(record.as_dict(), ANSWER))
+        await self._send(send, self._end)
 
     async def _send(self, send: Send, event: str) -> None:
         self._sent = time.monotonic()

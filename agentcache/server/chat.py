@@ -102,9 +102,9 @@ async def _chat_whole(answer: Answer) -> Mapping[str, Any]:
 async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIterator[str]:
     head = _head(answer, "chat.completion.chunk")
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None, told: Any = None) -> str:
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, told: Any = None, **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish}
-        return sse({**head, "choices": [choice], **({"usage": None} if usage else {})})
+        return sse({**head, "choices": [choice], **({"usage": None} if usage else {}), **more})
 
     yield chunk({"role": "assistant", "content": ""})
     async for delta in answer.stream.adeltas():
@@ -112,7 +112,7 @@ async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIter
             yield chunk(said)
     completion = answer.stream.completion
     told = _logprobs(answer.engine, completion.logprobs) if logprobs else None
-    yield chunk({}, completion.finish_reason, told)
+    yield chunk({}, completion.finish_reason, told, **answer.told())
     if usage:
         yield sse({**head, "choices": [], "usage": completion.usage})
 
@@ -177,14 +177,15 @@ async def _text_whole(answer: Answer) -> Mapping[str, Any]:
 async def _text_events(answer: Answer, usage: bool) -> AsyncIterator[str]:
     head = _head(answer, "text_completion")
 
-    def chunk(text: str, finish: str | None = None, logprobs: Any = None) -> str:
-        return sse({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]})
+    def chunk(text: str, finish: str | None = None, logprobs: Any = None, **more: Any) -> str:
+        return sse({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}], **more})
 
     async for piece in answer.stream:
         if piece.text:
             yield chunk(piece.text)
     completion = answer.stream.completion
-    yield chunk("", "length" if completion.finish_reason == "length" else "stop", _text_logprobs(answer.engine, completion))
+    finish = "length" if completion.finish_reason == "length" else "stop"
+    yield chunk("", finish, _text_logprobs(answer.engine, completion), **answer.told())
     if usage:
         yield sse({**head, "choices": [], "usage": completion.usage})
 

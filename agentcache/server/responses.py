@@ -144,7 +144,7 @@ class ResponseWriter:
             "completed_at": None if cut else self._answer.created,
             "usage": usage_of(completion),
         }
-        yield self._event(f"response.{status}", response=self._snapshot())
+        yield self._event(f"response.{status}", response={**self._snapshot(), **self._answer.told()})
 
     def failed(self, error: ServerError) -> str:
         """The event that tells of an error in a stream that has begun."""

@@ -56,10 +56,14 @@ def test_usage_and_receipt_tell_of_cached_tokens(served: Served) -> None:
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == answer["usage"]["prompt_tokens"] - 1 == answer["x_agentcache"]["receipt"]["cached_tokens"]
         assert http.get(f"/v1/receipts/{answer['id']}").json() == answer["x_agentcache"]
-        told = events(http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1, "stream": True}).text)
-    assert [name for name, _ in told][-2:] == ["", "x_agentcache"], "clients stop reading before it"
-    assert told[-2][1] == "[DONE]"
-    assert told[-1][1]["receipt"]["cached_tokens"] == cached
+        asked = {"messages": ASKED, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+        told = events(http.post("/v1/chat/completions", json=asked).text)
+        *_, last = events(http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1, "stream": True}).text)[:-1]
+        *_, text = events(http.post("/v1/completions", json={**ENDLESS, "max_tokens": 1}).text)[:-1]
+    assert {(name, "choices" in data) for name, data in told[:-1]} == {("", True)}, "some clients take every event for a chunk"
+    assert told[-1] == ("", "[DONE]")
+    assert told[-3][1]["x_agentcache"]["receipt"]["cached_tokens"] == cached
+    assert last[1]["response"]["x_agentcache"]["state"] == text[1]["x_agentcache"]["state"] == "done"
 
 
 def test_an_answer_is_held_to_its_schema(served: Served) -> None:
