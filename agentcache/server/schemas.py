@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..types import Constraint, Sampling
 from .errors import refused
@@ -105,10 +105,17 @@ class ChatBody(Body):
     verbosity: str | None = None
 
 
+def _one_text(prompt: Any) -> Any:
+    """A prompt; LangChain's class of texts puts it into a list."""
+    if isinstance(prompt, list) and len(prompt) != 1:
+        raise ValueError(f"is a list of {len(prompt)}: send one request for each text")
+    return prompt[0] if isinstance(prompt, list) else prompt
+
+
 class CompletionBody(Body):
     """POST /v1/completions: a raw prompt, without a chat template."""
 
-    prompt: Text
+    prompt: Annotated[Text, BeforeValidator(_one_text)]
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None

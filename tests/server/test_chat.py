@@ -93,6 +93,16 @@ def test_a_text_completion_goes_on(served: Served) -> None:
     assert len(whole.logprobs.tokens) == len(streamed[-1].logprobs.tokens) == 6
 
 
+def test_a_prompt_may_stand_in_a_list(served: Served) -> None:
+    with served.client() as http:
+        alone, listed, two = (
+            http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4}) for prompt in ("The keeper", ["The keeper"], ["a", "b"])
+        )
+    assert listed.json()["choices"] == alone.json()["choices"]
+    assert (two.status_code, two.json()["error"]["param"]) == (400, "prompt")
+    assert "one request for each text" in two.json()["error"]["message"]
+
+
 REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"n": 2}, "n", 400),
     ({"logit_bias": {"5": 1}}, "logit_bias", 400),
