@@ -87,6 +87,8 @@ async def opened(
     engine = await stack.enter_async_context(state.models.use(model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
+    if group is not None:
+        state.tools.use(tenant.namespace, group)
     try:
         stream = await anyio.to_thread.run_sync(ask, engine, tenant.namespace)
     except BaseException as error:
