@@ -111,7 +111,7 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     except AgentCacheError as error:
         answer.record.fail(str(error))
         raise
-    return JSONResponse({**told, **answer.told()})
+    return Json({**told, **answer.told()})
 
 
 async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T]) -> T:
@@ -134,6 +134,14 @@ async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T])
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Json(JSONResponse):
+    """JSON in ASCII: what a caller sent may come back, and a lone surrogate has no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return _compact(content).encode()
 
 
 class EventStream(Response):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from .answers import EVENTS, Answer, EventStream, opened, sse, whole
+from .answers import EVENTS, Answer, EventStream, Json, opened, sse, whole
 from .chat import DONE, asking, logprob_of
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
@@ -298,7 +298,7 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
 @router.get("/responses/{identity}", tags=["openai"])
 async def stored(identity: str, request: Request) -> Response:
     """A stored response."""
-    return JSONResponse(_stored(request, identity).response)
+    return Json(_stored(request, identity).response)
 
 
 @router.delete("/responses/{identity}", tags=["openai"])
@@ -314,7 +314,7 @@ async def input_items(identity: str, request: Request) -> Response:
     """The items that a stored response answered."""
     items = [_shown(item) for item in reversed(_stored(request, identity).input)]
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+    return Json({"object": "list", "data": items, "has_more": False, **ends})
 
 
 def _shown(item: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..types import Constraint, Sampling
 from .errors import refused
@@ -33,6 +34,20 @@ class Body(BaseModel):
     """A body: unknown parameters are refused. Labels have no effect on the answer, and say so by being here."""
 
     model_config = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _told(cls, said: Any) -> Any:
+        """Refuse numbers that JSON has not, which Python reads; a parameter that is null asks for nothing."""
+        if not isinstance(said, dict):
+            return said
+        try:
+            json.dumps(said, allow_nan=False)
+        except RecursionError as error:
+            raise ValueError("is nested too deeply") from error
+        except ValueError as error:
+            raise ValueError("holds NaN or Infinity, or a number that is too large, which is no JSON") from error
+        return {name: value for name, value in said.items() if value is not None}
 
     model: str | None = None
     # labels
