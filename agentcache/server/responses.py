@@ -41,6 +41,7 @@ async def respond(body: ResponseBody, request: Request) -> Response:
         earlier = state.responses.find(namespace, body.previous_response_id)
         before = [*earlier.before, *earlier.input, *earlier.response["output"]]
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    given = [state.responses.item(namespace, item.get("id")) if item.get("type") == "item_reference" else item for item in given]
     messages = messages_of([*before, *given], body.instructions)
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])]
     form = body.text.format if body.text else None

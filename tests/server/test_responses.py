@@ -62,6 +62,22 @@ def test_a_response_goes_on_from_a_stored_one(served: Served) -> None:
         api.responses.retrieve(then.id)
 
 
+def test_stored_items_may_be_referred_to(served: Served) -> None:
+    api = served.openai(strict=True)
+    first = api.responses.create(**ASKED, tool_choice="required")
+    call = first.output[-1]
+    done = {"type": "function_call_output", "call_id": call.call_id, "output": "High water in Port Averil at 11."}
+    question = {"role": "user", "content": ASKED["input"]}
+    whole, referred = (
+        api.responses.create(**{**ASKED, "input": [question, one, done]})
+        for one in (call.model_dump(exclude_none=True), {"type": "item_reference", "id": call.id})
+    )
+    assert plain(referred) == plain(whole)
+    assert [item.type for item in api.responses.input_items.list(referred.id, order="asc")][1] == "function_call"
+    with pytest.raises(openai.NotFoundError, match="'fc_none' is not stored here"):
+        api.responses.create(**{**ASKED, "input": [{"type": "item_reference", "id": "fc_none"}]})
+
+
 def test_input_items_are_listed_in_pages(served: Served) -> None:
     api = served.openai(strict=True)
     given = [{"role": "user" if number % 2 else "assistant", "content": str(number)} for number in range(5)]
