@@ -237,7 +237,8 @@ def constraint_of(
         return None
     if not tools and schema is None:
         return None
-    return Constraint(wanted, allowed=allowed, parallel=parallel is not False and not once, schema=schema)
+    form = None if wanted == "any" else schema  # an answer that must be a call has no text to hold to it
+    return Constraint(wanted, allowed=allowed, parallel=parallel is not False and not once, schema=form)
 
 
 def thinking_of(effort: str | None) -> dict[str, Any]:

@@ -73,6 +73,14 @@ def test_an_answer_is_held_to_its_schema(served: Served) -> None:
     assert json.loads(answer.choices[0].message.content).keys() == {"port"}
 
 
+def test_a_call_is_required_beside_a_schema(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": {"type": "object"}}}
+    asked = {"model": "embedded", "messages": ASKED, "tools": [TIDE], "tool_choice": "required", "max_tokens": 64}
+    plain, formed = (served.openai(strict=True).chat.completions.create(**asked, **more) for more in ({}, {"response_format": form}))
+    assert formed.choices[0].message == plain.choices[0].message
+    assert formed.choices[0].finish_reason == "tool_calls"
+
+
 def test_log_probabilities_come_with_each_token(served: Served) -> None:
     asked = {"model": "embedded", "messages": ASKED, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4}
     told = served.openai(strict=True).chat.completions.create(**asked).choices[0].logprobs.content
