@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Failed = Callable[[ServerError], str]
+FAREWELL_S = 5.0  # for the end of a stream whose time is over
 PING_S = 15.0  # how often a stream that has nothing to tell shows that it is alive
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # of routes that stream, for the schema
 _compact = json.JSONEncoder(separators=(",", ":")).encode
@@ -169,7 +170,6 @@ class EventStream(Response):
                 self._sent = time.monotonic()
                 group.start_soon(self._ping, send)
                 await self._tell(send, group)
-                await send({"type": "http.response.body", "body": b""})
             finally:
                 self._answer.record.leave()
                 group.cancel_scope.cancel()
@@ -188,10 +188,14 @@ class EventStream(Response):
                 record.end(self._answer.stream.receipt)
         if bound.cancelled_caught:
             error = _closing() if state.closing.is_set() else _late(state)
+        last = self._end
         if error is not None:
             record.fail(error.detail)
-            await self._send(send, self._failed(error))
-        await self._send(send, self._end)
+            last = self._failed(error) + last
+        end = max(bound.deadline, current_time()) + FAREWELL_S
+        with CancelScope(deadline=end):  # a client that reads no more holds no place among the running
+            await self._send(send, last)
+            await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, event: str) -> None:
         self._sent = time.monotonic()

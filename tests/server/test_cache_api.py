@@ -109,7 +109,7 @@ def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch:
     assert "brief" in {one.name for one in engine.groups}
 
 
-def test_a_timed_group_lapses_after_a_restart_and_between_questions(tmp_path: Path) -> None:
+def test_a_timed_group_lapses_after_a_restart(tmp_path: Path) -> None:
     with serving(store=tmp_path) as first:
         post(ready(first), "/tools", {**GROUP, "ttl_s": 3600})
     with serving(store=tmp_path) as second:
