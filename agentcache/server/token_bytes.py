@@ -11,7 +11,7 @@ _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes that a token writes. A tokenizer decodes part of a character to U+FFFD, and some strip the spaces of one that stands alone."""
+    """The bytes that a token writes. Tokenizers decode part of a character to U+FFFD; some strip spaces of a lone token."""
     text, written = str(tokenizer.decode([token])), tokenizer.convert_ids_to_tokens(token)
     if not isinstance(written, str):
         return text.encode()
