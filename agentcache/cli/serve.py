@@ -29,9 +29,9 @@ def serve(
     ] = None,
     warm: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON list of tools to compute before the first request.")] = None,
     system: Annotated[str | None, typer.Option(metavar="FILE|TEXT", help="System prompt of --warm.")] = None,
-    idle: Annotated[float, typer.Option(metavar="SECONDS", help="Close a model that was not used for so long; 0: never.")] = 0.0,
-    requests: Annotated[int, typer.Option(help="Requests that may run at once.")] = 64,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time for one whole answer.")] = 600.0,
+    idle: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Close a model that was not used for so long; 0: never.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that may run at once.")] = 64,
+    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Time for one whole answer.")] = 600.0,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
     weights: WeightsOption = None,
     bits: Annotated[int | None, typer.Option(help="Quantize the weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
@@ -76,7 +76,8 @@ def serve(
         config = uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False)
         with listening(host, port) as listener:
             address, bound = listener.getsockname()[:2]
-            typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{address}:{bound}")
+            shown = f"[{address}]" if ":" in address else address
+            typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{shown}:{bound}")
             EndingServer(config, state.closing).run([listener])
 
 

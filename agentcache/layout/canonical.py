@@ -64,7 +64,7 @@ class Canon:
         check_list(messages)
         turns = [self.turn(index, message, namespace) for index, message in enumerate(messages)]
         pair_results([turn.data for turn in turns])
-        notes = dict.fromkeys(note.format(turn.source) for turn in turns for note in turn.notes)  # ordered, without repeats
+        notes = dict.fromkeys(note.replace("{}", str(turn.source)) for turn in turns for note in turn.notes)  # ordered, without repeats
         turns = _order_results(self._merge_system(turns, notes, namespace), notes)
         turns, renamed = _number_calls(turns)
         return turns, list(notes), renamed

@@ -22,6 +22,7 @@ from .tokenise import EMPTY, Encoded, Encoder, Neutraliser
 if TYPE_CHECKING:
     from .template_report import TemplateReport
 
+TAKEN = {"tokenize", "add_generation_prompt", "continue_final_message", "tools", "chat_template", "conversation", "messages"}
 TOOL_LISTS = 128  # remembered tool lists; each costs two small renderings and a walk over its schemas to find again
 
 
@@ -163,6 +164,8 @@ class Requests:
 
 def _written(kwargs: Mapping[str, Any]) -> str:
     try:
+        if taken := sorted(TAKEN & kwargs.keys()):
+            raise ConfigError(f"template_kwargs={shown(kwargs)}: the request itself decides {taken[0]!r}; leave it out")
         return json.dumps(sorted(kwargs.items()), ensure_ascii=False, default=repr)
     except (TypeError, ValueError, RecursionError, AttributeError) as error:
         raise ConfigError(f"template_kwargs={shown(kwargs)}: give names with values for the chat template ({error})") from error

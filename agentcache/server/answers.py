@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Failed = Callable[[ServerError], str]
+FAREWELL_S = 5.0  # for the end of a stream whose time is over
 PING_S = 15.0  # how often a stream that has nothing to tell shows that it is alive
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # of routes that stream, for the schema
 _compact = json.JSONEncoder(separators=(",", ":")).encode
-ANSWER = "x_agentcache"  # the receipt's name in answers, and that of its event in streams
+ANSWER = "x_agentcache"  # the receipt's name in answers, and in the last event of streams but for usage
 
 
 @dataclass(eq=False)
@@ -53,6 +54,11 @@ class Answer:
         """Start of the fingerprint of the weights, as the engine found it when the request was made."""
         found = self.engine.fingerprint
         return f"fp_{found.known[:12]}" if found else None
+
+    def told(self) -> dict[str, Any]:
+        """The answer is whole: its receipt, under its name."""
+        self.record.end(self.stream.receipt)
+        return {ANSWER: self.record.as_dict()}
 
     async def completion(self) -> Completion:
         """The whole result, without holding a thread."""
@@ -82,6 +88,8 @@ async def opened(
     engine = await stack.enter_async_context(state.models.use(model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
+    if group is not None:
+        state.tools.use(tenant.namespace, group)
     try:
         stream = await anyio.to_thread.run_sync(ask, engine, tenant.namespace)
     except BaseException as error:
@@ -104,8 +112,7 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     except AgentCacheError as error:
         answer.record.fail(str(error))
         raise
-    answer.record.end(answer.stream.receipt)
-    return JSONResponse({**told, ANSWER: answer.record.as_dict()})
+    return Json({**told, **answer.told()})
 
 
 async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T]) -> T:
@@ -128,6 +135,14 @@ async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T])
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Json(JSONResponse):
+    """JSON in ASCII: what a caller sent may come back, and a lone surrogate has no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return _compact(content).encode()
 
 
 class EventStream(Response):
@@ -155,13 +170,12 @@ class EventStream(Response):
                 self._sent = time.monotonic()
                 group.start_soon(self._ping, send)
                 await self._tell(send, group)
-                await send({"type": "http.response.body", "body": b""})
             finally:
                 self._answer.record.leave()
                 group.cancel_scope.cancel()
 
     async def _tell(self, send: Send, group: TaskGroup) -> None:
-        """Send the answer or its error, then the receipt."""
+        """Send the answer or its error, then the end."""
         state, record, error = self._state, self._answer.record, None
         with CancelScope(deadline=current_time() + state.limits.answer_s) as bound:
             group.start_soon(_cancel_after, state.closing.wait, bound)
@@ -174,10 +188,14 @@ class EventStream(Response):
                 record.end(self._answer.stream.receipt)
         if bound.cancelled_caught:
             error = _closing() if state.closing.is_set() else _late(state)
+        last = self._end
         if error is not None:
             record.fail(error.detail)
-            await self._send(send, self._failed(error))
-        await self._send(send, self._end + sse(record.as_dict(), ANSWER))
+            last = self._failed(error) + last
+        end = max(bound.deadline, current_time()) + FAREWELL_S
+        with CancelScope(deadline=end):  # a client that reads no more holds no place among the running
+            await self._send(send, last)
+            await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, event: str) -> None:
         self._sent = time.monotonic()

@@ -57,6 +57,7 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(AgentCacheError, _failed)
+    app.add_exception_handler(Exception, _broken)
     app.add_middleware(Gate, state=state, hosts=tuple(hosts))
     return app
 
@@ -99,7 +100,7 @@ class Gate:
     def _check_host(self, host: str) -> None:
         """A page of another site must not reach a server that asks for no key, by a name that was made to lead here."""
         name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
-        if not self._state.tenants.asks_for_keys and name.strip("[]") not in self._hosts:
+        if not self._state.tenants.asks_for_keys and name.strip("[]").lower() not in self._hosts:
             raise ServerError(403, f"host {host!r} is not one of this machine: give --keys to serve other hosts", code="forbidden_host")
 
     def _check_size(self, size: int) -> None:
@@ -135,6 +136,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, AgentCacheError)
     return _response(ServerError.of(error))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A fault of the server, which its log shows."""
+    said = f"{request.method} {request.url.path}: {type(error).__name__}: a fault of the server; its log says where"
+    return _response(ServerError(500, said, kind="server_error", code="internal_error"))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -152,7 +152,7 @@ async def _registered(group: Registered, request: Request) -> Response:
         async with state.models.use(group.model) as engine:
             made = await _warmed(engine, group, tenant)
             state.tools.add(group)
-            state.tools.use(group)
+            state.tools.use(group.namespace, group.name)
             state.records.wake()
             return JSONResponse({**_about(group, made, True), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
 
@@ -237,12 +237,7 @@ def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
 async def delete(name: str, request: Request) -> Response:
     """Delete a tool group, in memory and on disk."""
     state, tenant = _state(request), _tenant(request)
-    group = state.group(tenant.namespace, name)
-    async with state.models.use(group.model) as engine:
-        forgotten = await _forget(engine, tenant.namespace, name, None)
-    state.tools.drop(group)
-    state.records.wake()
-    return JSONResponse({"deleted": name, **forgotten})
+    return JSONResponse({"deleted": name, **await _forget(state, tenant.namespace, state.group(tenant.namespace, name))})
 
 
 @router.post("/query", tags=["cache"], responses=EVENTS)
@@ -254,7 +249,6 @@ async def query(body: QueryBody, request: Request) -> Response:
     async with state.models.use(group.model) as engine:
         if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
             await _warmed(engine, group, tenant)  # its time was over
-    state.tools.use(group)
     system = [{"role": "system", "content": group.system}] if group.system else []
     said = body.model_dump(exclude={"group", "question"}, exclude_none=True)
     asked = ChatBody(
@@ -286,16 +280,22 @@ async def probe(body: ProbeBody, request: Request) -> Response:
 async def forget(body: ForgetBody, request: Request) -> Response:
     """Delete what the caller's namespace has cached, in memory and on disk."""
     state, tenant = _state(request), _tenant(request)
-    if body.group is not None:
-        state.tools.drop(state.tools.find(tenant.namespace, body.group))
-    async with state.models.use(body.model) as engine:
-        forgotten = await _forget(engine, tenant.namespace, body.group, body.older_than)
+    group = None if body.group is None else state.tools.find(tenant.namespace, body.group)
+    return JSONResponse(await _forget(state, tenant.namespace, group, body.older_than, body.model))
+
+
+async def _forget(
+    state: ServerState, namespace: str, group: Registered | None, older_than: float | None = None, model: str | None = None
+) -> dict[str, Any]:
+    """Delete a tool group, by the model that holds it or, if that is served no more, by any; without one, pages of the namespace."""
+    name = None if group is None else group.name
+    if group is not None:
+        model = group.model if group.model in state.models.names else None
+    async with state.models.use(model) as engine:
+        done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=name, older_than=older_than))
+    if group is not None:
+        state.tools.drop(group)
     state.records.wake()
-    return JSONResponse(forgotten)
-
-
-async def _forget(engine: Engine, namespace: str, group: str | None, older_than: float | None) -> dict[str, Any]:
-    done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=group, older_than=older_than))
     return {"memory_pages": done.memory_pages, "disk_pages": done.pages, "disk_bytes": done.bytes, "groups": list(done.groups)}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -15,6 +17,7 @@ from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError
 from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 from .served_models import adapter_of
+from .token_bytes import shown, token_bytes
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
@@ -102,9 +105,9 @@ async def _chat_whole(answer: Answer) -> Mapping[str, Any]:
 async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIterator[str]:
     head = _head(answer, "chat.completion.chunk")
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None, told: Any = None) -> str:
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, told: Any = None, **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish}
-        return sse({**head, "choices": [choice], **({"usage": None} if usage else {})})
+        return sse({**head, "choices": [choice], **({"usage": None} if usage else {}), **more})
 
     yield chunk({"role": "assistant", "content": ""})
     async for delta in answer.stream.adeltas():
@@ -112,7 +115,7 @@ async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIter
             yield chunk(said)
     completion = answer.stream.completion
     told = _logprobs(answer.engine, completion.logprobs) if logprobs else None
-    yield chunk({}, completion.finish_reason, told)
+    yield chunk({}, completion.finish_reason, told, **answer.told())
     if usage:
         yield sse({**head, "choices": [], "usage": completion.usage})
 
@@ -146,8 +149,8 @@ def logprob_of(engine: Engine, one: Logprob) -> dict[str, Any]:
     """A token's log-probability in OpenAI's shape."""
 
     def told(token: int, value: float) -> dict[str, Any]:
-        text = engine.tokenizer.decode([token])
-        return {"token": text, "bytes": list(text.encode()), "logprob": value}
+        said = token_bytes(engine.tokenizer, token)
+        return {"token": shown(said), "bytes": list(said), "logprob": value}
 
     return {**told(one.token, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
 
@@ -177,14 +180,15 @@ async def _text_whole(answer: Answer) -> Mapping[str, Any]:
 async def _text_events(answer: Answer, usage: bool) -> AsyncIterator[str]:
     head = _head(answer, "text_completion")
 
-    def chunk(text: str, finish: str | None = None, logprobs: Any = None) -> str:
-        return sse({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]})
+    def chunk(text: str, finish: str | None = None, logprobs: Any = None, **more: Any) -> str:
+        return sse({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}], **more})
 
     async for piece in answer.stream:
         if piece.text:
             yield chunk(piece.text)
     completion = answer.stream.completion
-    yield chunk("", "length" if completion.finish_reason == "length" else "stop", _text_logprobs(answer.engine, completion))
+    finish = "length" if completion.finish_reason == "length" else "stop"
+    yield chunk("", finish, _text_logprobs(answer.engine, completion), **answer.told())
     if usage:
         yield sse({**head, "choices": [], "usage": completion.usage})
 
@@ -193,7 +197,13 @@ def _text_logprobs(engine: Engine, completion: Completion) -> dict[str, Any] | N
     """The older shape of log-probabilities, in four lists; None if none were asked for."""
     if not completion.logprobs:
         return None
-    texts = [engine.tokenizer.decode([one.token]) for one in completion.logprobs]
-    starts = [sum(map(len, texts[:place])) for place in range(len(texts))]
-    top = [{engine.tokenizer.decode([token]): value for token, value in one.top} for one in completion.logprobs]
-    return {"tokens": texts, "token_logprobs": [one.logprob for one in completion.logprobs], "top_logprobs": top, "text_offset": starts}
+    said = [token_bytes(engine.tokenizer, one.token) for one in completion.logprobs]
+    whole = codecs.getincrementaldecoder("utf-8")("replace")  # a character stands where its last byte comes
+    ends = accumulate(len(whole.decode(each)) for each in said)
+    top = [{shown(token_bytes(engine.tokenizer, token)): value for token, value in one.top} for one in completion.logprobs]
+    return {
+        "tokens": [shown(each) for each in said],
+        "token_logprobs": [one.logprob for one in completion.logprobs],
+        "top_logprobs": top,
+        "text_offset": [0, *ends][:-1],
+    }

@@ -34,7 +34,7 @@ Objects = list[dict[str, Any]]
 class EngineBody(BaseModel):
     """A body of these routes: unknown parameters are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str | None = None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..private import put
+from ..private import locked, put
 from .errors import ServerError
 
 FILE = "registered-tools.json"
@@ -37,19 +38,14 @@ class RegisteredTools:
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
-        self._known: dict[tuple[str, str], Registered] = {}
         self._used: dict[tuple[str, str], float] = {}  # by time.monotonic()
-        try:
-            plain = json.loads(self._file.read_text(encoding="utf-8")) if self._file else []
-            self._known = {(said["namespace"], said["name"]): Registered(**said) for said in plain}
-        except (OSError, ValueError, TypeError, KeyError):
-            self._known = {}
+        self._known = self._read()
 
     def add(self, group: Registered) -> None:
         """Remember a group, in the place of one of its name. ServerError 429: there are too many. StoreError: it cannot be written."""
         if (group.namespace, group.name) not in self._known and len(self.of(group.namespace)) >= MOST:
             raise ServerError(429, f"namespace {group.namespace!r} has {MOST} tool groups: delete one", code="too_many_groups")
-        self._write({**self._known, (group.namespace, group.name): group})
+        self._write((group.namespace, group.name), group)
 
     def of(self, namespace: str | None) -> list[Registered]:
         """Those of a namespace, None for all."""
@@ -69,9 +65,9 @@ class RegisteredTools:
             raise ServerError(404, f"there is no tool group {name!r}: register it with POST /tools", param="name", code="group_not_found")
         return found
 
-    def use(self, group: Registered) -> None:
-        """Begin its time anew."""
-        self._used[group.namespace, group.name] = time.monotonic()
+    def use(self, namespace: str, name: str) -> None:
+        """Begin the time of the group of that name anew."""
+        self._used[namespace, name] = time.monotonic()
 
     def lapsed(self) -> list[Registered]:
         """Those whose time is over: they stay registered, and their pins end. Each is told once."""
@@ -84,14 +80,27 @@ class RegisteredTools:
 
     def drop(self, group: Registered) -> None:
         """Forget a group."""
-        self._write({key: known for key, known in self._known.items() if known is not group})
+        self._write((group.namespace, group.name), None)
 
-    def _write(self, known: dict[tuple[str, str], Registered]) -> None:
-        if self._file is not None:
-            try:
-                put(self._file, json.dumps([asdict(group) for group in known.values()]).encode(), durable=False)
-            except OSError as error:
-                raise StoreError(f"{str(self._file)!r} cannot be written: {error}") from error
+    def _read(self) -> dict[tuple[str, str], Registered]:
+        try:
+            plain = json.loads(self._file.read_text(encoding="utf-8")) if self._file else []
+            return {(said["namespace"], said["name"]): Registered(**said) for said in plain}
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
+
+    def _write(self, key: tuple[str, str], group: Registered | None) -> None:
+        """Put a group in the place of that name, or none, beside those that other servers on this store have written meanwhile."""
+        try:
+            with locked(self._file.parent) if self._file else nullcontext():
+                known = self._read() if self._file else dict(self._known)
+                known.pop(key, None)
+                if group is not None:
+                    known[key] = group
+                if self._file:
+                    put(self._file, json.dumps([asdict(one) for one in known.values()]).encode(), durable=False)
+        except OSError as error:
+            raise StoreError(f"{str(self._file)!r} cannot be written: {error}") from error
         self._known = known
 
 

@@ -6,13 +6,13 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from .answers import EVENTS, Answer, EventStream, opened, sse, whole
-from .chat import DONE, asking, logprob_of
+from .answers import EVENTS, Answer, EventStream, Json, opened, sse, whole
+from .chat import DONE, asking, logprob_of, with_role
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
 from .stored_responses import Items, StoredResponse
@@ -41,6 +41,7 @@ async def respond(body: ResponseBody, request: Request) -> Response:
         earlier = state.responses.find(namespace, body.previous_response_id)
         before = [*earlier.before, *earlier.input, *earlier.response["output"]]
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    given = [state.responses.item(namespace, item.get("id")) if item.get("type") == "item_reference" else item for item in given]
     messages = messages_of([*before, *given], body.instructions)
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])]
     form = body.text.format if body.text else None
@@ -144,7 +145,7 @@ class ResponseWriter:
             "completed_at": None if cut else self._answer.created,
             "usage": usage_of(completion),
         }
-        yield self._event(f"response.{status}", response=self._snapshot())
+        yield self._event(f"response.{status}", response={**self._snapshot(), **self._answer.told()})
 
     def failed(self, error: ServerError) -> str:
         """The event that tells of an error in a stream that has begun."""
@@ -248,12 +249,17 @@ def messages_of(items: Items, instructions: str | None = None) -> list[dict[str,
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-            text = _text_of(number, item.get("content"))
-            if role == "assistant" and out and out[-1]["role"] == "assistant" and not out[-1].get("tool_calls") and not out[-1]["content"]:
+            role, text = item.get("role"), _text_of(number, item.get("content"))
+            if (
+                role == "assistant"
+                and out
+                and out[-1]["role"] == "assistant"
+                and not out[-1].get("tool_calls")
+                and not out[-1].get("content")
+            ):
                 out[-1]["content"] = text
             else:
-                out.append({"role": role, "content": text})
+                out.append(with_role({"role": role, "content": text}))
         elif kind == "reasoning":
             out.append(
                 {"role": "assistant", "content": "", "reasoning_content": _text_of(number, item.get("content") or item.get("summary"))}
@@ -265,7 +271,7 @@ def messages_of(items: Items, instructions: str | None = None) -> list[dict[str,
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(number, item.get("output"))})
+            out.append(with_role({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(number, item.get("output"))}))
         else:
             raise refused(f"input[{number}].type", kind, "only messages, reasoning, function calls and their outputs can be given")
     return out
@@ -296,9 +302,11 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
 
 
 @router.get("/responses/{identity}", tags=["openai"])
-async def stored(identity: str, request: Request) -> Response:
+async def stored(identity: str, request: Request, stream: bool = False) -> Response:
     """A stored response."""
-    return JSONResponse(_stored(request, identity).response)
+    if stream:
+        raise refused("stream", stream, "a stored response is answered whole")
+    return Json(_stored(request, identity).response)
 
 
 @router.delete("/responses/{identity}", tags=["openai"])
@@ -310,11 +318,19 @@ async def delete(identity: str, request: Request) -> Response:
 
 
 @router.get("/responses/{identity}/input_items", tags=["openai"])
-async def input_items(identity: str, request: Request) -> Response:
-    """The items that a stored response answered."""
-    items = [_shown(item) for item in reversed(_stored(request, identity).input)]
+async def input_items(
+    identity: str,
+    request: Request,
+    order: Literal["asc", "desc"] = "desc",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+) -> Response:
+    """The items that a stored response answered, `limit` of them, from the one behind `after` on."""
+    all_items = _stored(request, identity).input[:: 1 if order == "asc" else -1]
+    start = next((number + 1 for number, item in enumerate(all_items) if item["id"] == after), 0)
+    items = [_shown(item) for item in all_items[start : start + limit]]
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+    return Json({"object": "list", "data": items, "has_more": start + limit < len(all_items), **ends})
 
 
 def _shown(item: dict[str, Any]) -> dict[str, Any]:

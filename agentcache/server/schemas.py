@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..types import Constraint, Sampling
 from .errors import refused
@@ -33,6 +34,20 @@ class Body(BaseModel):
     """A body: unknown parameters are refused. Labels have no effect on the answer, and say so by being here."""
 
     model_config = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _told(cls, said: Any) -> Any:
+        """Refuse numbers that JSON has not, which Python reads; a parameter that is null asks for nothing."""
+        if not isinstance(said, dict):
+            return said
+        try:
+            json.dumps(said, allow_nan=False)
+        except RecursionError as error:
+            raise ValueError("is nested too deeply") from error
+        except ValueError as error:
+            raise ValueError("holds NaN or Infinity, or a number that is too large, which is no JSON") from error
+        return {name: value for name, value in said.items() if value is not None}
 
     model: str | None = None
     # labels
@@ -105,10 +120,17 @@ class ChatBody(Body):
     verbosity: str | None = None
 
 
+def _one_text(prompt: Any) -> Any:
+    """A prompt; LangChain's class of texts puts it into a list."""
+    if isinstance(prompt, list) and len(prompt) != 1:
+        raise ValueError(f"is a list of {len(prompt)}: send one request for each text")
+    return prompt[0] if isinstance(prompt, list) else prompt
+
+
 class CompletionBody(Body):
     """POST /v1/completions: a raw prompt, without a chat template."""
 
-    prompt: Text
+    prompt: Annotated[Text, BeforeValidator(_one_text)]
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -215,7 +237,8 @@ def constraint_of(
         return None
     if not tools and schema is None:
         return None
-    return Constraint(wanted, allowed=allowed, parallel=parallel is not False and not once, schema=schema)
+    form = None if wanted == "any" else schema  # an answer that must be a call has no text to hold to it
+    return Constraint(wanted, allowed=allowed, parallel=parallel is not False and not once, schema=form)
 
 
 def thinking_of(effort: str | None) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class ServerState:
         for group in self.tools.of(None):
             if self.models.owner(group.model) == model.name and group.pinned:
                 say(f"tool group {group.name}")
+                self.tools.use(group.namespace, group.name)
                 with suppress(AgentCacheError):  # a group that no longer fits is computed, and refused, when it is asked for
                     adapter = adapter_of(engine, group.model)
                     engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace, adapter=adapter)
@@ -82,6 +83,6 @@ class ServerState:
 
     def _unpin_lapsed(self) -> None:
         for group in self.tools.lapsed():
-            engine = self.models.get(group.model).engine
-            if engine is not None and not engine.closed:
+            engine = self.models.engines.get(self.models.owner(group.model))
+            if engine is not None:
                 engine.release(group.name, namespace=group.namespace)

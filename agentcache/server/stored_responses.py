@@ -40,6 +40,15 @@ class StoredResponses(NamespaceLRU[str, StoredResponse]):
             raise ServerError(404, f"response {identity!r} is not stored here", param="previous_response_id", code="response_not_found")
         return found
 
+    def item(self, namespace: str, identity: object) -> dict[str, Any]:
+        """The item of that id, which a stored response was given or wrote. ServerError 404: there is none."""
+        with self._lock:
+            stored = [one for (owner, _), one in reversed(self._values.items()) if owner == namespace]
+        found = (item for one in stored for item in (*one.response["output"], *one.input) if item["id"] == identity)
+        if (item := next(found, None)) is None:
+            raise ServerError(404, f"item {identity!r} is not stored here: give it as a whole", param="input", code="item_not_found")
+        return item
+
     def drop(self, namespace: str, identity: str) -> None:
         """Forget one. ServerError 404: there is none of that id."""
         self.find(namespace, identity)

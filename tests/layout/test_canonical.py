@@ -84,6 +84,13 @@ def test_text_parts_are_joined() -> None:
     assert notes == ["message 0: content parts joined into one text"]
 
 
+def test_calls_in_another_form_are_noted() -> None:
+    called = {"id": "one", "type": "function", "function": {"arguments": "{}", "name": "f"}}  # as openai-node and others write it
+    data, notes, _ = canonical([USER, {"role": "assistant", "content": "", "tool_calls": [called]}])
+    assert list(data[1]["tool_calls"][0]["function"]) == ["name", "arguments"]
+    assert notes == ["tool calls rewritten as function{name, arguments}"]
+
+
 def test_leading_system_messages_become_one() -> None:
     data, notes, _ = canonical([Message("system", "a"), Message("system", "b"), Message("user", "c"), Message("system", "d")])
     assert [(m["role"], m["content"]) for m in data] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]

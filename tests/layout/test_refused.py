@@ -101,7 +101,9 @@ def test_namespaces_are_strings(odd: Any) -> None:
         renderer_of().render("Go", namespace=odd)
 
 
-@pytest.mark.parametrize("odd", [5, {1: 2, "a": 3}, {"a": endless()}, {"a": 10**5000}])
+@pytest.mark.parametrize(
+    "odd", [5, {1: 2, "a": 3}, {"a": endless()}, {"a": 10**5000}, {"tokenize": True}, {"add_generation_prompt": False}]
+)
 def test_arguments_of_the_template(odd: Any) -> None:
     with pytest.raises(ConfigError, match="template_kwargs="):
         renderer_of().render([Message("user", "Go")], template_kwargs=odd)

@@ -48,7 +48,7 @@ def test_an_idle_stream_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) 
     bodies = [message["body"] for message in sent[1:]]
     assert bodies[0] == b": waiting\n\n"
     assert b"data: 1\n\n" in bodies
-    assert bodies[-2].startswith(b"data: [DONE]\n\nevent: x_agentcache\n")
+    assert bodies[-2] == b"data: [DONE]\n\n"
     assert sent[-1] == {"type": "http.response.body", "body": b""}
     assert answer.record.state == "done"
 
@@ -70,3 +70,28 @@ def test_a_client_that_leaves_ends_its_events() -> None:
 
     assert asyncio.run(run()).record.state == "cancelled"
     assert all(not message.get("body") for message in sent)
+
+
+def test_a_client_that_reads_no_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "FAREWELL_S", 0.01)
+    record = Records().open("chatcmpl-1", "default", "m", "/v1/chat/completions")
+    state: Any = SimpleNamespace(limits=Limits(answer_s=0.01), closing=asyncio.Event())
+    left = AsyncExitStack()
+
+    async def events() -> AsyncIterator[str]:
+        yield "data: 1\n\n"
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":  # its connection takes nothing more
+            await asyncio.Event().wait()
+
+    async def run() -> bool:
+        freed = asyncio.Event()
+        left.callback(freed.set)
+        answer = Answer("chatcmpl-1", SimpleNamespace(receipt=None), SimpleNamespace(), record)  # type: ignore[arg-type]
+        stream = EventStream(state, left, answer, events(), failed=str, end="data: [DONE]\n\n")
+        await asyncio.wait_for(stream({}, asyncio.Event().wait, send), 5.0)
+        return freed.is_set()
+
+    assert asyncio.run(run()), "it holds no place among the running requests"
+    assert record.state == "failed"

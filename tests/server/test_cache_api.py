@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving import ASKED, SYSTEM, TIDE, Served, ready, serving
+from agentcache.server.registered_tools import Registered, RegisteredTools
+from tests.serving import ASKED, SYSTEM, TIDE, Served, embedded, ready, serving
 
 GROUP = {"name": "desk", "system": SYSTEM, "tools": [TIDE]}
 QUESTION = {"group": "desk", "question": "When is high water in Port Averil?", "max_tokens": 2}
@@ -105,6 +107,45 @@ def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch:
     assert "brief" not in {one.name for one in engine.groups}
     post(served, "/query", {**QUESTION, "group": "brief"})
     assert "brief" in {one.name for one in engine.groups}
+
+
+def test_a_timed_group_lapses_after_a_restart(tmp_path: Path) -> None:
+    with serving(store=tmp_path) as first:
+        post(ready(first), "/tools", {**GROUP, "ttl_s": 3600})
+    with serving(store=tmp_path) as second:
+        used = ready(second).state.tools._used
+        assert set(used) == {("default", "desk")}
+        used["default", "desk"] -= 3600
+        post(second, "/v1/chat/completions", {"messages": ASKED, "tools": [TIDE], "max_tokens": 1})
+        assert second.state.tools.lapsed() == [], "a question with these tools is a use"
+        used["default", "desk"] -= 3600
+        assert [group.name for group in second.state.tools.lapsed()] == ["desk"]
+
+
+def test_servers_on_one_store_remember_all_groups(tmp_path: Path) -> None:
+    one, two = Registered("a", "alice", "small", "x"), Registered("b", "bob", "large", "y")
+    first, second = RegisteredTools(tmp_path), RegisteredTools(tmp_path)
+    first.add(one)
+    second.add(two)
+    assert RegisteredTools(tmp_path).of(None) == second.of(None) == [one, two]
+    second.drop(two)
+    first.add(replace(one, ttl_s=5.0))
+    assert RegisteredTools(tmp_path).of(None) == [replace(one, ttl_s=5.0)]
+
+
+def test_a_group_of_another_model_is_deleted(tmp_path: Path) -> None:
+    with serving(replace(embedded(None), name="small"), replace(embedded(tmp_path), name="large"), store=tmp_path) as served:
+        post(ready(served), "/tools", {**GROUP, "model": "large"})
+        for name in ("gone", "old"):
+            served.state.tools.add(Registered(name, "default", "removed", SYSTEM, ttl_s=1.0))
+        assert post(served, "/v1/cache/forget", {"group": "desk"})["memory_pages"] > 0
+        assert post(served, "/v1/cache/forget", {"group": "gone"})["groups"] == []
+        served.state.tools.use("default", "old")
+        served.state.tools._used["default", "old"] -= 1
+        served.state.models.keep()
+        with served.client() as http:
+            assert http.delete("/tools/old").status_code == 200
+            assert http.get("/tools").json()["groups"] == []
 
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": "x", "ttl_s": 0}, {"name": "x", "more": 1}, {"name": "x", "tools": [5]}])

@@ -56,10 +56,14 @@ def test_usage_and_receipt_tell_of_cached_tokens(served: Served) -> None:
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == answer["usage"]["prompt_tokens"] - 1 == answer["x_agentcache"]["receipt"]["cached_tokens"]
         assert http.get(f"/v1/receipts/{answer['id']}").json() == answer["x_agentcache"]
-        told = events(http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1, "stream": True}).text)
-    assert [name for name, _ in told][-2:] == ["", "x_agentcache"], "clients stop reading before it"
-    assert told[-2][1] == "[DONE]"
-    assert told[-1][1]["receipt"]["cached_tokens"] == cached
+        asked = {"messages": ASKED, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+        told = events(http.post("/v1/chat/completions", json=asked).text)
+        *_, last = events(http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1, "stream": True}).text)[:-1]
+        *_, text = events(http.post("/v1/completions", json={**ENDLESS, "max_tokens": 1}).text)[:-1]
+    assert {(name, "choices" in data) for name, data in told[:-1]} == {("", True)}, "some clients take every event for a chunk"
+    assert told[-1] == ("", "[DONE]")
+    assert told[-3][1]["x_agentcache"]["receipt"]["cached_tokens"] == cached
+    assert last[1]["response"]["x_agentcache"]["state"] == text[1]["x_agentcache"]["state"] == "done"
 
 
 def test_an_answer_is_held_to_its_schema(served: Served) -> None:
@@ -67,6 +71,14 @@ def test_an_answer_is_held_to_its_schema(served: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
     answer = served.openai(strict=True).chat.completions.create(model="embedded", messages=ASKED, response_format=form, max_tokens=64)
     assert json.loads(answer.choices[0].message.content).keys() == {"port"}
+
+
+def test_a_call_is_required_beside_a_schema(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": {"type": "object"}}}
+    asked = {"model": "embedded", "messages": ASKED, "tools": [TIDE], "tool_choice": "required", "max_tokens": 64}
+    plain, formed = (served.openai(strict=True).chat.completions.create(**asked, **more) for more in ({}, {"response_format": form}))
+    assert formed.choices[0].message == plain.choices[0].message
+    assert formed.choices[0].finish_reason == "tool_calls"
 
 
 def test_log_probabilities_come_with_each_token(served: Served) -> None:
@@ -87,6 +99,16 @@ def test_a_text_completion_goes_on(served: Served) -> None:
     assert {choice.finish_reason for choice in streamed[:-1]} == {None}
     assert whole.finish_reason == streamed[-1].finish_reason == "length"
     assert len(whole.logprobs.tokens) == len(streamed[-1].logprobs.tokens) == 6
+
+
+def test_a_prompt_may_stand_in_a_list(served: Served) -> None:
+    with served.client() as http:
+        alone, listed, two = (
+            http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4}) for prompt in ("The keeper", ["The keeper"], ["a", "b"])
+        )
+    assert listed.json()["choices"] == alone.json()["choices"]
+    assert (two.status_code, two.json()["error"]["param"]) == (400, "prompt")
+    assert "one request for each text" in two.json()["error"]["message"]
 
 
 REFUSED: list[tuple[dict[str, Any], str | None, int]] = [

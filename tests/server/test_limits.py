@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,52 @@ def test_a_body_that_is_none_is_refused(served: Served, path: str, body: bytes) 
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
         assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "more",
+    ['"metadata": {"a": 1e400}', '"tools": [{"type": "function", "name": "f", "parameters": {"maximum": NaN}}]', '"temperature": 1e400'],
+)
+def test_numbers_that_json_has_not_are_refused(served: Served, more: str) -> None:
+    with served.client() as http:
+        body = f'{{"input": "hi", "max_output_tokens": 1, {more}}}'
+        answer = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, "NaN or Infinity" in answer.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("path", ["/tools", "/v1/engine/pin"])
+def test_a_time_without_end_is_refused(served: Served, path: str) -> None:
+    body = (
+        '{"name": "x", "ttl_s": 1e400, "system": "x"}'
+        if path == "/tools"
+        else '{"messages": [{"role": "user", "content": "x"}], "ttl_s": 1e400}'
+    )
+    with served.client() as http:
+        assert http.post(path, content=body, headers={"Content-Type": "application/json"}).status_code == 400
+        assert http.get("/tools").status_code == 200
+
+
+def test_lone_surrogates_come_back_as_they_came(served: Served) -> None:
+    items = [{"type": "message", "role": "user", "content": "\ud83d", "id": "msg_1"}]  # half of an emoji: what cut the text counts UTF-16
+    with served.client() as http:
+        body = json.dumps({"input": items, "user": "\ud83d", "max_output_tokens": 1})
+        answer = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"}).json()
+        assert answer["user"] == http.get(f"/v1/responses/{answer['id']}").json()["user"] == "\ud83d"
+        assert http.get(f"/v1/responses/{answer['id']}/input_items").json()["data"][0]["content"][0]["text"] == "\ud83d"
+
+
+def test_parameters_that_are_null_ask_for_nothing(served: Served) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    with served.client() as http:
+        plain, nulls = (http.post(CHAT, json={**asked, **more}) for more in ({}, {"functions": None, "prediction": None, "n": None}))
+    assert nulls.json()["choices"] == plain.json()["choices"]
+
+
+def test_a_fault_of_the_server_is_told_in_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.state.models.first.engine, "stream", lambda *words, **options: 1 / 0)
+    with served.client() as http:
+        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
 
 
 def test_a_body_is_bounded_with_and_without_a_length(tmp_path: Path) -> None:

@@ -62,6 +62,38 @@ def test_a_response_goes_on_from_a_stored_one(served: Served) -> None:
         api.responses.retrieve(then.id)
 
 
+def test_stored_items_may_be_referred_to(served: Served) -> None:
+    api = served.openai(strict=True)
+    first = api.responses.create(**ASKED, tool_choice="required")
+    call = first.output[-1]
+    done = {"type": "function_call_output", "call_id": call.call_id, "output": "High water in Port Averil at 11."}
+    question = {"role": "user", "content": ASKED["input"]}
+    whole, referred = (
+        api.responses.create(**{**ASKED, "input": [question, one, done]})
+        for one in (call.model_dump(exclude_none=True), {"type": "item_reference", "id": call.id})
+    )
+    assert plain(referred) == plain(whole)
+    assert [item.type for item in api.responses.input_items.list(referred.id, order="asc")][1] == "function_call"
+    with pytest.raises(openai.NotFoundError, match="'fc_none' is not stored here"):
+        api.responses.create(**{**ASKED, "input": [{"type": "item_reference", "id": "fc_none"}]})
+
+
+def test_input_items_are_listed_in_pages(served: Served) -> None:
+    api = served.openai(strict=True)
+    given = [{"role": "user" if number % 2 else "assistant", "content": str(number)} for number in range(5)]
+    response = api.responses.create(model="embedded", input=given, max_output_tokens=1)
+
+    def texts(items: Any) -> list[str]:
+        return [item.content[0].text for item in items]
+
+    first = api.responses.input_items.list(response.id, limit=2)
+    assert (texts(first.data), first.has_more, first.last_id) == (["4", "3"], True, first.data[-1].id)
+    assert texts(first) == ["4", "3", "2", "1", "0"], "the client asks for the other pages"
+    assert texts(api.responses.input_items.list(response.id, order="asc")) == ["0", "1", "2", "3", "4"]
+    with pytest.raises(openai.BadRequestError, match="answered whole"):
+        next(iter(api.responses.retrieve(response.id, stream=True)))
+
+
 def test_a_response_is_stored_only_if_it_may_be(served: Served) -> None:
     api = served.openai(strict=True)
     response = api.responses.create(**ASKED, store=False)
@@ -96,6 +128,8 @@ def test_a_response_is_held_to_its_schema(served: Served) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user"}]}, None),
+        ({"input": [{"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "user", "content": None}]}, None),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
@@ -105,7 +139,7 @@ def test_a_response_is_held_to_its_schema(served: Served) -> None:
     ],
     ids=str,
 )
-def test_what_a_response_cannot_honour_is_refused(served: Served, change: dict[str, Any], param: str) -> None:
+def test_what_a_response_cannot_honour_is_refused(served: Served, change: dict[str, Any], param: str | None) -> None:
     with served.client() as http:
         answer = http.post("/v1/responses", json={**ASKED, **change})
     assert answer.status_code in (400, 404)

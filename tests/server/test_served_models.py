@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -10,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from agentcache import Engine
+from agentcache.cli.app import app
 from agentcache.server.cache_api import events
+from agentcache.server.listening import EndingServer
 from agentcache.server.registered_tools import RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
 from agentcache.server.state import Limits, ServerState
@@ -136,3 +140,17 @@ def test_weights_are_quantized_as_the_command_says(monkeypatch: pytest.MonkeyPat
     state.models.first.open(print)
     assert loading.items() <= made[0].items()
     assert "--bits=3: must be 4 or 8" in commanded(monkeypatch, "embedded", "--bits", "3")[1]
+
+
+def test_the_command_tells_an_address_that_clients_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "http://127.0.0.1:" in commanded(monkeypatch, "embedded")[1]
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) if socket.has_ipv6 else pytest.skip("no IPv6"):
+        assert "http://[::1]:" in commanded(monkeypatch, "embedded", "--host", "::1")[1]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--requests", "0"), ("--timeout", "-1"), ("--idle", "-1")])
+def test_bounds_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, option: str, value: str) -> None:
+    monkeypatch.setattr(EndingServer, "run", lambda server, sockets: None)
+    done = CliRunner().invoke(app, ["serve", "embedded", "--port", "0", option, value])
+    assert done.exit_code == 2
+    assert option in done.output

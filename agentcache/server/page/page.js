@@ -311,10 +311,10 @@ async function ask(panel, reuse, signal) {
   let receipt = null;
   try {
     const body = { ...begun, reuse, stream: true, max_tokens: 256, temperature: 0 };
-    for await (const [name, data] of events(await call("POST", path, body, signal))) {
-      if (name === "x_agentcache") receipt = JSON.parse(data).receipt;
-      if (name || data === "[DONE]") continue;
+    for await (const [, data] of events(await call("POST", path, body, signal))) {
+      if (data === "[DONE]") continue;
       const said = JSON.parse(data);
+      receipt = said.x_agentcache?.receipt ?? receipt;
       if (said.error) throw new Refused(0, said.error.message);
       const text = pieces(said.choices[0]?.delta || {});
       if (text && first === null) {
