@@ -9,6 +9,7 @@ chat(messages, tools=...)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from llama_index.core.base.llms.generic_utils import (
@@ -35,7 +36,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import ToolSelection
 
 from agentcache import Completion, Engine, EngineLease, Message, RemoteEngine, Stream
-from agentcache.errors import ConfigError, MessageError
+from agentcache.errors import ConfigError, MessageError, ToolSchemaError
 
 from . import prompts, requests
 from .answer import Answer, alast, check_called, last
@@ -77,7 +78,7 @@ class AgentCacheLLM(ObjectLLM):
     max_tokens: int = Field(default=MAX_TOKENS, gt=0, description="Longest answer, in tokens; shortened to the room there is.")
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer; they may span tokens.")
     namespace: str = Field(default="default", description="Nothing is shared between namespaces.")
-    constrain: bool = Field(default=True, description="Hold tool calls to their schemas while they are written.")
+    constrain: bool = Field(default=True, description="Hold tool calls to their schemas, if these can be enforced.")
     late_system: LateSystem = Field(default="user", description="Role of system messages after the first turn.")
     context_window: int | None = Field(default=None, gt=0, description="Tell LlamaIndex of a smaller context than the model's.")
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
@@ -207,7 +208,13 @@ class AgentCacheLLM(ObjectLLM):
             answer.notes = ("cache points are not pinned: messages_to_prompt writes the prompt",)
         elif not isinstance(messages, str):
             answer.notes = pin_points(self._host, messages, ask, self.late_system)
-        return ask.open(self.engine)
+        try:
+            return ask.open(self.engine)
+        except ToolSchemaError as error:
+            if not ask.by_default:
+                raise
+            answer.notes += (f"calls are not held to their schemas: {error}",)
+            return replace(ask, constrain=False).open(self.engine)
 
     def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseGen:
         ask, answer = self._ask(messages, given)

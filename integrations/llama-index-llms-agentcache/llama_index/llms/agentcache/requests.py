@@ -39,6 +39,11 @@ class Ask:
         """Whether a call in the answer is a call, and not text that looks like one."""
         return bool(self.offer.shown) and self.choice != "none"
 
+    @property
+    def by_default(self) -> bool:
+        """Whether nothing but `constrain` holds the calls to their schemas."""
+        return self.constrain and self.choice == "auto" and self.offer.allowed is None and not self.form
+
     def open(self, engine: Engine) -> Stream:
         """Hand it to the engine; raises before anything is computed if it cannot work."""
         options = {**self.options, "session": self.options.get("session") or None}
