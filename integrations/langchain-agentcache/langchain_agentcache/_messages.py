@@ -24,7 +24,7 @@ from .errors import ModelInvalidRequestError
 # Blocks that say again what a message says elsewhere: its calls are in `tool_calls`.
 _CALLS = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
 # What another provider did for an answer, such as a fallback's: its text says what came of it.
-_DONE = re.compile(r"non_standard|redacted_thinking|(server_tool|mcp)_.+|(?!image).+_call|.+_tool_result|executable_code|code_execution_result")
+_DONE = re.compile("non_standard|redacted_thinking|(server_tool|mcp)_.+|(?!image).+_call|.+_tool_result|executable_code|code_.+_result")
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "ai": "assistant", "system": "system", "developer": "system"}
 
 
