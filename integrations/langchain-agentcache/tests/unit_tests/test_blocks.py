@@ -86,7 +86,7 @@ def test_what_another_provider_did_for_its_answer_is_no_error(kind: str) -> None
     assert converted([said])[0].content == "At 3:12. No more."
 
 
-def test_a_plain_text_document_is_text_and_a_picture_is_not() -> None:
+def test_a_document_in_plain_text_is_text() -> None:
     tides = {"type": "text-plain", "text": "High water at 3:12.", "mime_type": "text/plain"}
     assert converted([HumanMessage([{"type": "text", "text": "Read: "}, tides])])[0].content == "Read: High water at 3:12."
     for other in ({"type": "text-plain", "url": "https://example.com"}, {"type": "image", "url": "https://example.com"}):
