@@ -49,7 +49,8 @@ class Ask:
         except ToolSchemaError as error:
             if not self.constrain or self.choice != "auto" or self.offer.allowed is not None or self.form:
                 raise
-            return replace(self, constrain=False)._stream(engine), (f"calls are not held to their schemas: {error}",)
+            why = "(redacted)" if getattr(engine, "redact", False) else error
+            return replace(self, constrain=False)._stream(engine), (f"calls are not held to their schemas: {why}",)
 
     def _stream(self, engine: Engine) -> Stream:
         options = {**self.options, "session": self.options.get("session") or None}
