@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
@@ -50,11 +51,12 @@ class CallerWarnings:
             _caller.reset(token)
 
     def _place(self, *, of_task: bool = True) -> dict[str, Any] | None:
-        """The nearest frame of a program, as `warnings.warn_explicit` wants it; None in a thread that none of them began.
+        """The nearest frame of a program, as `warnings.warn_explicit` wants it; None in a thread that none of them began or waits for.
 
         of_task: the frames of this task alone; those that run its loop know nothing of who waits for it.
         """
         frame: FrameType | None = sys._getframe(1)
+        pools: list[Any] = []
         while frame is not None:
             module = str(frame.f_globals.get("__name__") or "")
             package = module.partition(".")[0]
@@ -63,5 +65,23 @@ class CallerWarnings:
             if package not in self._between:
                 registry = frame.f_globals.setdefault("__warningregistry__", {})
                 return {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno, "module": module, "registry": registry}
-            frame = frame.f_back
+            frame = _of_pool(frame, pools) if module == "concurrent.futures.thread" and frame.f_code.co_name == "_worker" else frame.f_back
         return None
+
+
+def _of_pool(worker: FrameType, passed: list[Any]) -> FrameType | None:
+    """The frame of another thread that holds the pool in which a worker runs, as one that maps over it and waits; None if none does.
+
+    passed: pools whose frames were looked at already; adds this one.
+    """
+    pool = worker.f_locals["executor_reference"]()
+    if pool is None or pool in passed:
+        return None
+    passed.append(pool)
+    for thread, running in sys._current_frames().items():
+        frame: FrameType | None = running if thread != threading.get_ident() else None
+        while frame is not None:
+            if any(value is pool for value in frame.f_locals.values()) and frame.f_code is not worker.f_code:
+                return frame
+            frame = frame.f_back
+    return None

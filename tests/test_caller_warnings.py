@@ -6,6 +6,7 @@ import asyncio
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +54,17 @@ def test_what_begins_in_a_block_names_its_line(framework: CallerWarnings, how: s
 
     (said,) = caught(lambda: asyncio.run(begun()))
     assert (said.filename, said.lineno) == (__file__, begun.__code__.co_firstlineno + 1)
+
+
+def test_threads_of_a_pool_name_the_line_that_waits(framework: CallerWarnings) -> None:
+    inside: dict[str, Any] = {"__name__": "framework.inside", "ThreadPoolExecutor": ThreadPoolExecutor}
+    code = "def batch(function):\n with ThreadPoolExecutor(2) as pool:\n  return list(pool.map(lambda _: function('x'), range(2)))"
+    exec(compile(code, "framework.py", "exec"), inside)
+
+    def begun() -> None:
+        inside["batch"](framework.warn)
+
+    assert [(said.filename, said.lineno) for said in caught(begun)] == [(__file__, begun.__code__.co_firstlineno + 1)] * 2
 
 
 def test_a_thread_of_nobody_is_warned_in_all_the_same(framework: CallerWarnings) -> None:

@@ -21,6 +21,7 @@ Thinking = Literal["none", "may", "open"]  # whether a thought may come first; o
 # JSON as json.dumps and the templates' tojson write it. Free whitespace would let a weak model write nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
+_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those that llguidance enforces
 _ANY = r"(.|\n)*"
 _CLOSER = re.compile(r"<[/|][^<>]*>")
 
@@ -33,12 +34,13 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 def closed(schema: Any) -> Any:
     """The schema with no other properties in objects that name theirs, where it does not say; equal or narrower, never wider.
 
-    Under allOf and the like several schemas describe one object: there nothing is closed.
+    Under allOf and the like several schemas describe one object: there nothing is closed. Keywords that say nothing are left out.
     """
     if isinstance(schema, list):
         return [closed(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
+    schema = {key: value for key, value in schema.items() if not _says_nothing(key, value)}
     if any(key in schema for key in ("allOf", "if", "not", "unevaluatedProperties", "dependentSchemas")):
         return dict(schema)
     out: dict[str, Any] = {}
@@ -52,6 +54,13 @@ def closed(schema: Any) -> Any:
     if isinstance(schema.get("properties"), Mapping) and not schema.keys() & _OPEN_ENDED:
         out["additionalProperties"] = False
     return out
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    """Whether a keyword refuses no value: JSON Schema takes a format for a note, where nobody checks it."""
+    if key == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    return (key == "uniqueItems" and value is False) or (key == "propertyNames" and value in (True, {}, {"type": "string"}))
 
 
 def spaced(schema: Mapping[str, Any]) -> str:

@@ -136,6 +136,20 @@ def test_objects_are_closed_unless_they_say_otherwise() -> None:
     assert spelled(grammars(), Constraint("ping"), CALLS["hermes"].replace("{}", '{"a": 1}')) not in ("end", "more")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "string", "format": "path"},  # pydantic's, of a Path; "binary" of bytes, "password" of a SecretStr
+        {"type": "array", "items": {"type": "string", "format": "byte"}, "uniqueItems": False},
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},  # zod's, of a record
+    ],
+)
+def test_keywords_that_refuse_no_value_are_no_error(value: Any) -> None:
+    parameters = {"type": "object", "properties": {"format": value}, "required": ["format"]}
+    grammars().guide(Constraint("any"), [Tool("odd", "", parameters)], "")
+    grammars().guide(Constraint(schema=parameters), [], "")
+
+
 BAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
 
 

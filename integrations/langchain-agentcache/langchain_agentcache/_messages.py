@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ from agentcache import Message, ToolCall, volatile
 from .errors import ModelInvalidRequestError
 
 # Blocks that say again what a message says elsewhere: its calls are in `tool_calls`.
-_CALLS = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "server_tool_call", "input_json_delta"}
+_CALLS = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
+# What another provider did for an answer, such as a fallback's: its text says what came of it.
+_DONE = re.compile("non_standard|redacted_thinking|(server_tool|mcp)_.+|(?!image).+_call|.+_tool_result|executable_code|code_.+_result")
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "ai": "assistant", "system": "system", "developer": "system"}
 
 
@@ -91,15 +94,15 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
             texts.append(block)
             continue
         kind = block.get("type")
-        if kind == "text" or (kind is None and "text" in block):
+        if kind == "text" or (kind in (None, "text-plain") and "text" in block):
             texts.append(str(block.get("text") or ""))
+        elif kind == "refusal":
+            texts.append(str(block.get("refusal") or ""))
         elif kind in ("thinking", "reasoning"):
             thoughts.append(str(block.get("thinking") or block.get("reasoning") or ""))
         elif kind == "json" and "json" in block:
             texts.append(json.dumps(block["json"], ensure_ascii=False))
-        elif kind == "non_standard" and isinstance(message, AIMessage):
-            continue
-        elif kind not in _CALLS and kind != "redacted_thinking":
+        elif kind not in _CALLS and not (isinstance(message, AIMessage) and _DONE.fullmatch(str(kind))):
             shown = f"of type {kind!r}" if kind else f"without a type, {block!r:.100}"
             raise ModelInvalidRequestError(
                 f"messages[{index}]: a {message.type} message with a block {shown}: this model reads text only; "

@@ -35,6 +35,13 @@ def usage_of(receipt: Receipt, draft: Receipt | None = None) -> UsageMetadata:
     )
 
 
+def openai_usage(message: AIMessage) -> dict[str, int]:
+    """The same under the names that `response_metadata["token_usage"]` has in other chat models."""
+    used = message.usage_metadata
+    assert used is not None, "message_of tells it of every answer"
+    return {"prompt_tokens": used["input_tokens"], "completion_tokens": used["output_tokens"], "total_tokens": used["total_tokens"]}
+
+
 def metadata_of(done: Completion, label: str | None, draft: Receipt | None = None) -> dict[str, Any]:
     """What LangChain's callbacks and middleware look for, and the receipt, with that of the draft if there is one."""
     receipt = done.receipt

@@ -178,6 +178,12 @@ class Settings(BaseLanguageModel):
         """
         self._lease.release()
 
+    def __copy__(self) -> Self:
+        """A copy, such as of `model_copy`, uses the engine for itself: closing one of both leaves it to the other."""
+        made = super().__copy__()
+        made._lease = _Lease()
+        return made
+
     def __enter__(self) -> Self:
         return self
 

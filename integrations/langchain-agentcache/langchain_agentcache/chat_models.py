@@ -21,7 +21,7 @@ from ._caller_warnings import in_thread
 from ._chat_settings import ChatSettings, tell_names
 from ._limits import arepeated, limited, repeated
 from ._messages import converted, marked, turn
-from ._output import chunk_of, last_chunk, message_of
+from ._output import chunk_of, last_chunk, message_of, openai_usage
 from ._sessions import session
 from ._structured import structured
 from ._tools import ToolLike, constraint, form_of, formatted, may_call, own_tools
@@ -264,7 +264,7 @@ class ChatAgentCache(ChatSettings):
 
 
 def _result(message: AIMessage) -> ChatResult:
-    said = {"token_usage": message.usage_metadata, "model_name": message.response_metadata["model_name"]}
+    said = {"token_usage": openai_usage(message), "model_name": message.response_metadata["model_name"]}
     return ChatResult(generations=[ChatGeneration(message=message)], llm_output=said)
 
 

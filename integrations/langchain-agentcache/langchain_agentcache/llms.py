@@ -168,7 +168,9 @@ class AgentCacheLLM(Settings, BaseLLM):
             settings["format"] = call["response_format"]
         if settings.get("model") not in (None, self.model, getattr(self.engine, "name", None)):
             settings["engine"] = None
-        return self.model_copy(update={name: value for name, value in settings.items() if value is not None or name == "engine"})
+        made = self.model_copy(update={name: value for name, value in settings.items() if value is not None or name == "engine"})
+        made._lease = self._lease
+        return made
 
     def _open(self, prompts: list[str], stop: list[str] | None) -> list[Stream]:
         """All prompts handed to the engine, which computes them beside each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import multiprocessing
 import threading
 import time
@@ -227,6 +228,18 @@ def test_closing_a_model_with_a_superset_leaves_the_model_open(engine: Engine) -
             one.chat([user("?")])
     with pytest.raises(EngineClosedError):
         model.with_superset(tools())
+
+
+def test_closing_a_copy_leaves_the_model_open(engine: Engine) -> None:
+    model = AgentCacheLLM(engine=engine, max_tokens=2)
+    with model.model_copy(update={"max_tokens": 1}) as copied:
+        assert copied.chat([user("?")]).raw["usage"]["completion_tokens"] == 1
+    assert model.chat([user("?")]).raw["usage"]["completion_tokens"] == 2
+    other = copy.deepcopy(model)
+    model.close()
+    for one in (copied, other, copy.copy(model)):
+        with pytest.raises(EngineClosedError):
+            one.chat([user("?")])
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from llama_index.llms.agentcache import AgentCacheLLM
 from pydantic import BaseModel, Field
 
 from agentcache import Engine
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, ToolSchemaError
 
 pytest.importorskip("llguidance", reason="constrained decoding needs the extra `constrain`")
 
@@ -138,3 +138,24 @@ def test_an_unenforceable_schema_is_refused_before_computing(model: AgentCacheLL
     bad = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "properties": {"x": {"type": "strange"}}}}}
     with pytest.raises((ConfigError, ValueError), match="odd"):
         model.chat([user("?")], tools=[bad], tool_choice="odd")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_tools_that_cannot_be_enforced_are_held_where_demanded(
+    model: AgentCacheLLM, shared_engine: Engine, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    monkeypatch.setattr(shared_engine.grammars, "strict", strict)  # of the embedded model: the engine notes it, too
+
+    def tag(tags: set[str]) -> str:
+        """Tag a ship."""
+        return "tagged"
+
+    listed = [FunctionTool.from_defaults(tag), *tools()]
+    answer = model.chat_with_tools(listed, user_msg="Tag it.", max_tokens=8)
+    assert isinstance(answer.raw, dict)
+    (note,) = answer.raw["receipt"]["notes"]
+    assert "calls are not held to their schemas: tool 'tag': its schema" in note
+    monkeypatch.setattr(shared_engine, "redact", True)
+    assert "tag" not in str(model.chat_with_tools(listed, user_msg="Tag it.", max_tokens=8).raw["receipt"]["notes"])
+    with pytest.raises(ToolSchemaError, match="uniqueItems"):
+        model.chat_with_tools(listed, user_msg="Tag it.", tool_required=True)

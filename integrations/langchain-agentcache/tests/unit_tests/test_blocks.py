@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import script
 from harbour import log, tide
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_agentcache import errors
+from langchain_agentcache._messages import converted
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 
 SAID = "<think>\nThe tide.\n</think>\n\nI look now. " + script.call("tide", harbour="Averil") + "\n" + script.call("log", text="{")
 
@@ -76,3 +78,17 @@ def test_without_blocks_calls_are_numbered_from_nought(chat: Any, monkeypatch: p
     monkeypatch.setitem(script.LINES, "Look!", SAID)
     pieces = list(chat(max_tokens=200).bind_tools([tide, log]).stream("Look!"))
     assert {chunk["index"] for piece in pieces for chunk in piece.tool_call_chunks} == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["server_tool_result", "web_search_call", "mcp_tool_use", "web_search_tool_result", "redacted_thinking"])
+def test_what_another_provider_did_for_its_answer_is_no_error(kind: str) -> None:
+    said = AIMessage([{"type": kind, "id": "1"}, {"type": "text", "text": "At 3:12."}, {"type": "refusal", "refusal": " No more."}])
+    assert converted([said])[0].content == "At 3:12. No more."
+
+
+def test_a_document_in_plain_text_is_text() -> None:
+    tides = {"type": "text-plain", "text": "High water at 3:12.", "mime_type": "text/plain"}
+    assert converted([HumanMessage([{"type": "text", "text": "Read: "}, tides])])[0].content == "Read: High water at 3:12."
+    for other in ({"type": "text-plain", "url": "https://example.com"}, {"type": "image", "url": "https://example.com"}):
+        with pytest.raises(errors.ModelInvalidRequestError, match="reads text only"):
+            converted([HumanMessage([other])])

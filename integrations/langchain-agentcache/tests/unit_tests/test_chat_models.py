@@ -44,6 +44,8 @@ def test_a_step_pays_for_its_new_tokens_only(chat: Any, monkeypatch: pytest.Monk
     assert used["input_token_details"]["cache_read"] >= before["input_tokens"] + before["output_tokens"] - 1, "its own tokens, too"
     assert sum(used["input_token_details"].values()) == used["input_tokens"]
     assert second.response_metadata["model_provider"] == chat()._get_ls_params()["ls_provider"] == "agentcache"
+    counted = {"prompt_tokens": used["input_tokens"], "completion_tokens": used["output_tokens"], "total_tokens": used["total_tokens"]}
+    assert second.response_metadata["token_usage"] == counted, "under the names of other classes"
     json.dumps(second.response_metadata)
     assert "spans" not in second.response_metadata["agentcache"]
 

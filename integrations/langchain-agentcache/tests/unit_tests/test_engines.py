@@ -51,6 +51,17 @@ def test_the_last_one_closes(own: Any) -> None:
     assert engine.closed
 
 
+@pytest.mark.parametrize("form", [ChatAgentCache, AgentCacheLLM])
+def test_closing_a_copy_leaves_the_engine_to_the_model(form: Any, own: Any) -> None:
+    with own(form) as model:
+        engine = model.load()._engine()
+        with model.model_copy(update={"max_tokens": 1}) as copied:
+            copied.invoke("x")
+        assert not engine.closed
+        model.invoke("x", temperature=0.5)
+    assert engine.closed, "no call is a user of its own"
+
+
 def test_weights_stay_loaded_between_models(own: Any) -> None:
     engine = weakref.ref(own().load()._engine())
     gc.collect()  # the model is gone

@@ -99,7 +99,7 @@ def raw(receipt: Receipt, notes: tuple[str, ...] = ()) -> dict[str, Any]:
     figures |= {name: round(getattr(receipt, name), 1) for name in _TIMES}
     whole = receipt.as_dict()
     figures["refusals"] = whole["refusals"][:4]
-    told = [*whole["notes"][:4], *notes]
+    told = list(dict.fromkeys((*whole["notes"][:4], *notes)))
     if whole["missed"] is not None:
         figures["missed"] = whole["missed"]
     return {

@@ -47,14 +47,13 @@ from .requests import Ask
 from .saved_args import SERVER, SavedArgs, in_words, name_of, remade, renamed, saved_args
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
-from .translate import LateSystem, arguments_of, cache_points, to_messages
+from .translate import LateSystem, arguments_of, cache_points, kept_stops, to_messages
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
 
 dispatcher = get_dispatcher(__name__)
 
-KEEP_IN_MESSAGE = "agentcache"  # where a formatter puts stop strings into a message's additional_kwargs
 MAX_TOKENS = 512
 
 
@@ -77,7 +76,7 @@ class AgentCacheLLM(ObjectLLM):
     max_tokens: int = Field(default=MAX_TOKENS, gt=0, description="Longest answer, in tokens; shortened to the room there is.")
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer; they may span tokens.")
     namespace: str = Field(default="default", description="Nothing is shared between namespaces.")
-    constrain: bool = Field(default=True, description="Hold tool calls to their schemas while they are written.")
+    constrain: bool = Field(default=True, description="Hold tool calls to their schemas, if these can be enforced.")
     late_system: LateSystem = Field(default="user", description="Role of system messages after the first turn.")
     context_window: int | None = Field(default=None, gt=0, description="Tell LlamaIndex of a smaller context than the model's.")
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
@@ -134,8 +133,8 @@ class AgentCacheLLM(ObjectLLM):
         For agents whose tools change from step to step or that should share one tool group. Decoding is then constrained. Closing it ends
         its own requests and leaves this model open; closing this model closes it.
         """
+        self._host.check_open()
         other = self.model_copy()
-        other._host = self._host.view()
         other._superset = self._host.translator.schemas(tools)
         other.offered(())  # names what is wrong with it
         return other
@@ -154,8 +153,14 @@ class AgentCacheLLM(ObjectLLM):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __copy__(self) -> AgentCacheLLM:
+        """A copy, such as of `model_copy`, shares the engine. Closing it leaves this model open; closing this model closes it."""
+        other = super().__copy__()
+        other._host = self._host.view()
+        return other
+
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> AgentCacheLLM:
-        return self.model_copy()  # an engine is a resource: copies share it
+        return self.model_copy()
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The settings, with what the Engine was made with; `from_dict` loads the same again, or says what must be given to it."""
@@ -175,7 +180,7 @@ class AgentCacheLLM(ObjectLLM):
     def _ask(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> tuple[Ask, Answer]:
         """The request that a call means, and what will make responses of its chunks."""
         self._host.check_open()
-        kept = () if given.get("stop") is not None else _kept_in(messages)  # a call's own stop strings replace all others
+        kept = () if given.get("stop") is not None else kept_stops(messages)  # a call's own stop strings replace all others
         settings, own = requests.split(self.additional_kwargs), requests.split(given)
         said, options = ({**every, **one} for every, one in zip(settings[:2], own[:2]))
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
@@ -207,7 +212,9 @@ class AgentCacheLLM(ObjectLLM):
             answer.notes = ("cache points are not pinned: messages_to_prompt writes the prompt",)
         elif not isinstance(messages, str):
             answer.notes = pin_points(self._host, messages, ask, self.late_system)
-        return ask.open(self.engine)
+        stream, notes = ask.open(self.engine)
+        answer.notes += notes
+        return stream
 
     def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseGen:
         ask, answer = self._ask(messages, given)
@@ -339,12 +346,3 @@ def _unpickled(kind: type[AgentCacheLLM], options: dict[str, Any], superset: tup
     made = kind(**options)
     made._superset = superset
     return made
-
-
-def _kept_in(messages: Any) -> Any:
-    """Stop strings that a formatter put into a message, because agents pass them no other way. Nothing else is taken from there."""
-    for message in messages if isinstance(messages, Sequence) else ():
-        kept = message.additional_kwargs.get(KEEP_IN_MESSAGE) if isinstance(message, ChatMessage) else None
-        if isinstance(kept, Mapping) and "stop" in kept:
-            return kept["stop"]
-    return ()

@@ -70,9 +70,9 @@ class Host:
 
     def view(self) -> Host:
         """A host over the same engine: closing it leaves this one open, closing this one closes it."""
-        self.check_open()
         made = Host(self.engine, EngineLease())
         made._lease.join(self.engine)
+        made._closed = self._closed
         made.translator, made.hints = self.translator, self.hints
         self._views.add(made)
         return made

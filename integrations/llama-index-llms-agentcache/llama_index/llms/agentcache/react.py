@@ -23,9 +23,9 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.workflow import Context
 
 from .answer import length_of
-from .base import KEEP_IN_MESSAGE
 from .canonical import canonical_description, canonical_parameters
 from .errors import NoToolCallError
+from .translate import KEEP_IN_MESSAGE
 
 STOP = "\nObservation:"
 

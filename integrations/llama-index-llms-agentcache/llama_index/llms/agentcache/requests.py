@@ -6,11 +6,11 @@ Every keyword is either known or refused by name: an option that is silently ign
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from agentcache import Engine, Message, Sampling, Stream, foreign_settings
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, ToolSchemaError
 
 from .names import said as in_our_words
 from .tools import Offer, Schema
@@ -39,8 +39,20 @@ class Ask:
         """Whether a call in the answer is a call, and not text that looks like one."""
         return bool(self.offer.shown) and self.choice != "none"
 
-    def open(self, engine: Engine) -> Stream:
-        """Hand it to the engine; raises before anything is computed if it cannot work."""
+    def open(self, engine: Engine) -> tuple[Stream, tuple[str, ...]]:
+        """Hand it to the engine, and what is to be noted; raises before anything is computed if it cannot work.
+
+        A schema that cannot be enforced is an error where more than `constrain` asks for it.
+        """
+        try:
+            return self._stream(engine), ()
+        except ToolSchemaError as error:
+            if not self.constrain or self.choice != "auto" or self.offer.allowed is not None or self.form:
+                raise
+            why = "(redacted)" if getattr(engine, "redact", False) else error
+            return replace(self, constrain=False)._stream(engine), (f"calls are not held to their schemas: {why}",)
+
+    def _stream(self, engine: Engine) -> Stream:
         options = {**self.options, "session": self.options.get("session") or None}
         constraint = self._constraint()
         if constraint is not None:

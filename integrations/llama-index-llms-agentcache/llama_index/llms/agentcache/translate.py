@@ -16,6 +16,7 @@ from agentcache import Message, ToolCall
 from agentcache.errors import MessageError
 
 LateSystem = Literal["user", "system"]
+KEEP_IN_MESSAGE = "agentcache"  # where a formatter puts stop strings into a message's additional_kwargs
 
 _ROLES: dict[str, Literal["system", "user", "assistant", "tool"]] = {
     "system": "system",
@@ -123,3 +124,12 @@ def _legacy_calls(index: int, calls: Any) -> Iterable[ToolCall]:
 def cache_points(messages: Sequence[ChatMessage]) -> list[tuple[int, CachePoint]]:
     """(index of the message, the point) of every CachePoint, in order."""
     return [(index, block) for index, message in enumerate(messages) for block in message.blocks if isinstance(block, CachePoint)]
+
+
+def kept_stops(messages: Any) -> Any:
+    """Stop strings that a formatter put into a message, because agents pass them no other way. Nothing else is taken from there."""
+    for message in messages if isinstance(messages, Sequence) else ():
+        kept = message.additional_kwargs.get(KEEP_IN_MESSAGE) if isinstance(message, ChatMessage) else None
+        if isinstance(kept, Mapping) and "stop" in kept:
+            return kept["stop"]
+    return ()
