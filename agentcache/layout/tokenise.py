@@ -107,8 +107,8 @@ def common_chars(one: str, other: str) -> int:
     return low
 
 
-def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
+def common_ids(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common prefix of two sequences of one type, such as ids."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # one[:low] equal; bisection over slices, which are compared in C
         middle = (low + high + 1) // 2

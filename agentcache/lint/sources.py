@@ -52,7 +52,7 @@ def _of_object(source: str) -> Iterator[tuple[int, Any]]:
         found = [found]
     if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
         raise ConfigError(f"{source!r} gives {type(found).__name__}: it must be, or return, an iterable of requests (dicts)")
-    return ((number, value) for number, value in enumerate(found, 1))
+    return enumerate(found, 1)
 
 
 def _of_bytes(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import embedded
-from ..errors import ConfigError, PromptError, TemplateError, ToolSchemaError
+from ..errors import ConfigError, TemplateError, ToolSchemaError
 from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
 from ..layout.spans import Frame
@@ -160,16 +160,15 @@ def plain_message(said: Said) -> dict[str, Any]:
     if said.reasoning:
         out["reasoning_content"] = said.reasoning
     if said.calls:
-        out["tool_calls"] = [_call(number, call.name, call.arguments, call.id) for number, call in enumerate(said.calls)]
+        out["tool_calls"] = [
+            {"id": call.id or f"call_{number:04d}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for number, call in enumerate(said.calls)
+        ]
     if said.call_id is not None:
         out["tool_call_id"] = said.call_id
     if said.name is not None:
         out["name"] = said.name
     return out
-
-
-def _call(number: int, name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
-    return {"id": call_id or f"call_{number:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _numbered(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,6 +212,3 @@ def own_fault(was: Tokens, now: Tokens, at: int, messages: tuple[Said, ...]) -> 
 
 def _tools_start(prompt: Tokens) -> int | None:
     return next((span.start for span in prompt.spans if span.kind == "tools"), None)
-
-
-REFUSALS = (PromptError,)
