@@ -35,16 +35,11 @@ _ONLY_STATE = "no layer calls attention"
 class Family:
     """Settings of a family's tiny model, and the expected outcome."""
 
-    # what differs from SIZES
-    config: dict[str, Any]
-    # some layers choose experts: of two that almost tie, another one than transformers does
-    experts: bool = False
-    # bits are promised, not only tokens
-    bits: bool = True
-    # some layers keep a state that does not grow
-    recurrent: bool = False
-    # words of why its state cannot be paged, empty if it can
-    unpaged: str = ""
+    config: dict[str, Any]  # what differs from SIZES
+    experts: bool = False  # some layers choose experts: of two that almost tie, another one than transformers does
+    bits: bool = True  # bits are promised, not only tokens
+    recurrent: bool = False  # some layers keep a state that does not grow
+    unpaged: str = ""  # words of why its state cannot be paged, empty if it can
 
 
 def _all(names: str, **options: Any) -> dict[str, Family]:
