@@ -74,7 +74,7 @@ def _tools(was: Sequence[Shown], now: Sequence[Shown]) -> list[Change]:
     if at < len(old) and at < len(new) and old[at] == new[at]:
         cause, detail = _tool_text(was[at].text, now[at].text)
         return [Change(cause, "tools", at, at, writer, detail)]
-    said = "; ".join([*([f"added {_few(added)}"] if added else []), *([f"gone {_few(gone)}"] if gone else [])])
+    said = "; ".join(f"{what} {_few(names)}" for what, names in (("added", added), ("gone", gone)) if names)
     kept_old, kept_new = [name for name in old if name in new], [name for name in new if name in old]
     swapped = kept_old != kept_new
     here_swapped = at < len(old) and at < len(new) and old[at] in new and new[at] in old
