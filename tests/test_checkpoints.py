@@ -30,9 +30,7 @@ from tests.engines import wait_until
 RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------
