@@ -124,20 +124,6 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
 
 
 # in the order of use, as `--help` lists them
-for _verb in (
-    demo,
-    doctor,
-    stores.warm,
-    stores.ls,
-    stores.inspect,
-    stores.stats,
-    upkeep.verify,
-    upkeep.prune,
-    upkeep.export,
-    upkeep.import_,
-    serve,
-    lint.lint,
-    replay,
-    calibrate,
-):
+_of_stores = (stores.warm, stores.ls, stores.inspect, stores.stats, upkeep.verify, upkeep.prune, upkeep.export, upkeep.import_)
+for _verb in (demo, doctor, *_of_stores, serve, lint.lint, replay, calibrate):
     app.command(_verb.__name__.rstrip("_"))(_verb)

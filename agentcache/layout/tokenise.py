@@ -31,13 +31,8 @@ RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens 
 BREAKERS = ("\u200d", "\u2060", " ", "\\")  # zero-width joiner, word joiner, then visible ones for normalisers that strip those
 
 
-_OPTIONS: dict[str, Any] = {
-    "add_special_tokens": False,
-    "return_offsets_mapping": True,
-    "return_attention_mask": False,
-    "return_token_type_ids": False,
-    "verbose": False,
-}
+_OFF = ("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose")
+_OPTIONS: dict[str, Any] = {**dict.fromkeys(_OFF, False), "return_offsets_mapping": True}
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,8 +137,8 @@ class _Run:
 
     def _note(self, line: int, said: str, *values: object) -> None:
         if len(self._report.problems) < PROBLEMS:
-            quoted = (str(value) if isinstance(value, Exception) else f"{value!r:.120}" for value in values)
-            shown = tuple("..." if self._options.redact else value for value in quoted)
+            redact = self._options.redact
+            shown = tuple("..." if redact else str(value) if isinstance(value, Exception) else f"{value!r:.120}" for value in values)
             self._report.problems.append(Problem(line, said % shown if values else said))
         else:
             self._report.unread += 1
