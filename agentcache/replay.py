@@ -25,6 +25,7 @@ from .calibration import Calibration
 from .divergence import divergence
 from .engine import Engine
 from .errors import AgentCacheError, ConfigError, shown
+from .layout.tokenise import common_ids
 from .lint.provider_formats import ProviderFormats
 from .lint.sources import open_values
 from .lint.templated import openai_tool, plain_message
@@ -34,7 +35,7 @@ from .page import Page
 from .page_check import CLOSE, alike
 from .store.keys import Scope, as_ids
 from .stream import Completion
-from .types import PAGE_TOKENS, Message, Reason, Reuse, Sampling
+from .types import PAGE_TOKENS, Reason, Reuse, Sampling
 
 LEFT_OUT = 20  # reasons told of requests that are left out; further ones are counted
 WRONG = (Reason.BAD_BLOB, Reason.NON_FINITE)  # refusals of cached pages that are not what was computed
@@ -79,7 +80,7 @@ class _Answer:
 
     @property
     def calls(self) -> list[list[Any]]:
-        return _calls(self.completion.message)
+        return [[call.name, call.arguments] for call in self.completion.message.tool_calls]
 
 
 def read(source: str, transcripts: bool, limit: int) -> tuple[list[Request], list[str]]:
@@ -167,7 +168,7 @@ class Replay:
     def _why(self, request: Request, off: _Answer, answer: _Answer, out: Outcome) -> tuple[str, str] | None:
         """Reason and detail of a difference, None if there is none."""
         receipt, ids, wanted = answer.completion.receipt, answer.completion.ids, off.completion.ids
-        equal = next((at for at, (a, b) in enumerate(zip(ids, wanted, strict=False)) if a != b), min(len(ids), len(wanted)))
+        equal = common_ids(ids, wanted)
         if receipt.precision != "exact":
             if receipt.segments:
                 pairs = list(zip(off.logits, answer.logits, strict=False))[: equal + 1]
@@ -236,10 +237,6 @@ def _first(right: Page, page: Page, tokens: int) -> int:
 
 def _difference(request: Request, way: str, reason: str, detail: str, **place: Any) -> Difference:
     return Difference(request.number, request.line, request.track, way, reason, detail, **place)
-
-
-def _calls(message: Message) -> list[list[Any]]:
-    return [[call.name, call.arguments] for call in message.tool_calls]
 
 
 def _recorded(request: Request) -> list[list[Any]]:

@@ -25,7 +25,6 @@ from agentcache.types import PASSAGES, Message, StoreOptions
 
 WORDS = "harbour quay mole lamp tide wind rope crane ferry pilot cargo anchor chart bell fog signal basin lock pier mast".split()
 SYSTEM = "Answer from the texts, in one sentence."
-app = typer.Typer(add_completion=False)
 
 
 def passage(number: int, tokens: int, count: Callable[[str], int]) -> str:
@@ -116,7 +115,6 @@ def ordered(engine: Engine, texts: Sequence[str], prompts: int, repeats: int) ->
     return {"passages": len(texts), "prompts": prompts, "order_ms": order_ms, "ttft_ms": ttft_ms, "of_ttft": statistics.median(shares)}
 
 
-@app.command()
 def main(
     model: ModelOption = None,
     shape: ShapeOption = None,
@@ -168,4 +166,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

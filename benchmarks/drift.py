@@ -15,7 +15,8 @@ from rich.table import Table
 from agentcache.approximate.calibrate.trials import lossy_copy
 from agentcache.bench import catalog, report
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
-from agentcache.bench.report import number, table
+from agentcache.bench.report import Cell, drawn, of
+from agentcache.divergence import divergence
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, Sequence
@@ -50,8 +51,7 @@ def drift(model: HFModel, ids: Seq[int], tail: Seq[int], precision: str) -> Drif
         pair = runner.run([Work(sequence, [token], regime) for sequence in (exact, near)])
         one, other = (outcome.logits for outcome in pair)
         assert one is not None and other is not None, pair
-        logs = torch.log_softmax(one.double(), -1), torch.log_softmax(other.double(), -1)
-        kl.append(float((logs[0].exp() * (logs[0] - logs[1])).sum()))
+        kl.append(divergence(one, other))
         agree += int(one.argmax() == other.argmax())
     exact.close()
     near.close()
@@ -89,19 +89,11 @@ def run(engine: Engine, tokens: int, tail: int, say: Callable[[str], None] = lam
 
 def drift_table(found: Mapping[str, Any]) -> Table:
     """One line per precision."""
-    lines = [
-        [
-            r["precision"],
-            number(r["bytes_per_token"]),
-            f"{r['share']:.2f}",
-            f"{r['mean_kl']:.2e}",
-            f"{r['most_kl']:.2e}",
-            f"{r['top1_agreement']:.3f}",
-        ]
-        for r in found["rows"]
-    ]
+    columns: dict[str, Cell] = {"": lambda row: str(row["precision"]), "bytes/token": of("bytes_per_token"), "of exact": of("share", 2)}
+    columns |= {"mean KL": lambda row: f"{row['mean_kl']:.2e}", "most KL": lambda row: f"{row['most_kl']:.2e}"}
+    columns |= {"same top-1": of("top1_agreement", 3)}
     title = f"{found['tail_tokens']} next tokens behind {found['prompt_tokens']:,} stored ones, against exact pages"
-    return table(title, ["", "bytes/token", "of exact", "mean KL", "most KL", "same top-1"], lines)
+    return drawn(title, columns, found["rows"])
 
 
 app = typer.Typer(add_completion=False)

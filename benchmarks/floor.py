@@ -16,16 +16,7 @@ import torch
 import typer
 
 from agentcache.bench import catalog, engine_timing, report
-from agentcache.bench.options import (
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    Loading,
-    ModelOption,
-    ShapeOption,
-    ThreadsOption,
-    WeightsOption,
-)
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, WeightsOption
 from agentcache.engine import Engine
 from agentcache.model import hf, steps
 from agentcache.model.kernels import dispatch, layer
@@ -150,16 +141,9 @@ def main(
     """Floors of this machine, and where the time above them goes."""
     with report_errors(), report.measuring("floor", Loading(model, shape, dtype, threads, quantized=weights), json_file) as run:
         run.keep(found := measure(run.engine, tools, repeats, decode, run.say))
-        rows = [
-            [
-                what,
-                *(f"{ms:,.1f}" for ms in parts.values()),
-                f"{found['floor_ms'][what]:,.1f}",
-                f"{parts['all'] / found['floor_ms'][what]:.2f}",
-            ]
-            for what, parts in found["parts_ms"].items()
-        ]
-        run.tables.append(report.table("ms", ["", *found["parts_ms"]["hit"], "floor", "of it"], rows))
+        rows = [{"": what, **parts, "floor": found["floor_ms"][what]} for what, parts in found["parts_ms"].items()]
+        columns: dict[str, report.Cell] = {"": lambda row: row[""], **{part: report.of(part, 1) for part in [*rows[0]][1:]}}
+        run.tables.append(report.drawn("ms", {**columns, "of it": lambda row: f"{row['all'] / row['floor']:.2f}"}, rows))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ from agentcache.terminal import report_errors
 
 from . import strategies
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def layout(
     workload: Annotated[list[Path], typer.Option(help="A recorded trace (.jsonl); may be given several times.")],
     tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")] = None,
@@ -86,4 +83,4 @@ def _table(found: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(layout)

@@ -54,10 +54,8 @@ class Parts:
     sizes: Sequence[int] = (5, 20, 50)
     count: int = 0
     styles: Sequence[str] = ("hermes", "langchain", "llamaindex")
-    # tools of the requests of all other parts
-    tools: int = 20
-    # requests at a time
-    agents: int = 8
+    tools: int = 20  # tools of the requests of all other parts
+    agents: int = 8  # requests at a time
 
 
 class Found:

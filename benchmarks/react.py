@@ -37,8 +37,7 @@ class Held(react.Replay):
     new_tokens: int = 0
     # pages of each tool group, by its ids
     groups: dict[tuple[int, ...], list[ReferenceType[Page]]] = field(default_factory=dict)
-    # whole pages of the longest group
-    group_pages: int = 0
+    group_pages: int = 0  # whole pages of the longest group
 
     def count(self, call: traces.Call, receipt: Receipt, drawn: list[int], done: react.Sums) -> None:
         super().count(call, receipt, drawn, done)

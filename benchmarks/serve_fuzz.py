@@ -61,8 +61,7 @@ class Fuzzed:
     requests: int
     accepted: int
     failed: int
-    # its report in words
-    output: str
+    output: str  # its report in words
 
 
 def fuzz(url: str, examples: int, seed: int, phases: str = "examples,coverage,fuzzing") -> Fuzzed:

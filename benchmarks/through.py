@@ -13,17 +13,7 @@ import typer
 
 from agentcache.bench import report
 from agentcache.bench.environment import machine, versions
-from agentcache.bench.options import (
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    Loading,
-    ModelOption,
-    Shape,
-    ShapeOption,
-    ThreadsOption,
-    to_write,
-)
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, Shape, ShapeOption, ThreadsOption, to_write
 from agentcache.errors import ConfigError
 from agentcache.terminal import report_errors
 

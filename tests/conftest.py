@@ -93,6 +93,12 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture
+def one_thread(threads: Callable[[int], None]) -> None:
+    """One thread, unless a test asks for more: the machine decides nothing."""
+    threads(1)
+
+
+@pytest.fixture
 def asking() -> Iterator[Callable[..., Asking]]:
     """asking("lfm2", folder): an engine of a tiny model of a family, over a store, asked for answers; closed after the test."""
     from tests.asking import Asking

@@ -31,9 +31,7 @@ from tests.engines import wait_until
 RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba", "mamba2"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------

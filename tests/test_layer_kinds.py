@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine(kind: str, store: Path | None = None, **options: Any) -> Engine:

@@ -37,9 +37,7 @@ SEES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 AS_A_WHOLE = ("gemma3", "gemma4", "kimi_k25", "llava_onevision", "mistral3")  # of the others transformers loads the language model alone
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def saved(name: str, folder: Path) -> Any:

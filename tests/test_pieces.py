@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,7 @@ from tests.asking import SYSTEM, Asking, user
 WORDS = "the wind at sea turns to north and a ship keeps its log by night".split()
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.processes import Child
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="no bitsandbytes"),  # importing it takes seconds of each worker
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
 ]
@@ -42,11 +43,6 @@ def save(kind: str, folder: Path) -> None:
     """A tiny model with such layers, and a tokenizer."""
     families.build(KINDS[kind], initializer_range=0.05).save_pretrained(folder)  # sharper ones differ by the rounding of int8
     models.toy_tokenizer().save_pretrained(folder)
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,7 @@ class CallKeys:
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    # whether a call may have no arguments
-    optional: bool = True
+    optional: bool = True  # whether a call may have no arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,7 @@ class CallForm:
     after: str = "}\n</tool_call>"
     joint: str | None = "\n<tool_call>"
     close: str = ""
-    # whether calls are written as the chat template shows them
-    known: bool = True
+    known: bool = True  # whether calls are written as the chat template shows them
     # literal text around key and value of each argument; None: arguments are a JSON object
     argument: tuple[str, str, str] | None = None
     # literal text around a thought, and around text that is no call

@@ -34,15 +34,12 @@ class Expected:
     """Form of a completion."""
 
     template: ResponseTemplate
-    # what of the answer the prompt begins
-    begun: str
+    begun: str  # what of the answer the prompt begins
     # tools and their names, as they were rendered
     tools: Sequence[Mapping[str, Any]]
     names: frozenset[str]
-    # whether all of the completion has a prescribed form
-    formed: bool = False
-    # what the caller is to know
-    notes: tuple[str, ...] = ()
+    formed: bool = False  # whether all of the completion has a prescribed form
+    notes: tuple[str, ...] = ()  # what the caller is to know
 
     def parser(self, prompt: Sequence[int], turn: str) -> AnswerParser:
         """Return a new parser; ids of calls are those of this prompt and turn."""

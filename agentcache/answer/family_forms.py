@@ -18,19 +18,26 @@ _CALL = rf'(?P<before>\{{\s*"name"\s*:\s*"){_TOOL}(?P<between>"\s*,\s*"(?:argume
 _CALL_AFTER_SPACE = _CALL.replace("(?P<before>", r"(?P<before>\s*")
 
 HERMES = CallForm()
-TAGS = CallForm(
-    before="\n<function=",
-    between=">\n",
-    after="</function>\n</tool_call>",
-    argument=("<parameter=", ">\n", "\n</parameter>\n"),
-    fields={
-        "tool_calls": tagged_call(
-            r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            r"</function>\s*</tool_call>",
-            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-        ),
-    },
-)
+
+
+def _functions(mark: str, gap: str, **more: Any) -> CallForm:
+    """Calls between tags of this name, their arguments between <parameter> tags. gap: a line break where values have lines of their own."""
+    skip = r"\n?" if gap else ""
+    name, end = rf"<{mark}>\s*<function=(?P<name>[^>\n]+)>", rf"</function>\s*</{mark}>"
+    argument = rf"<parameter=(?P<key>[^>\n]+)>{skip}(?P<value>.*?){skip}</parameter>"
+    return CallForm(
+        f"<{mark}>",
+        before="\n<function=",
+        between=">\n",
+        after=f"</function>\n</{mark}>",
+        joint=f"\n<{mark}>",
+        argument=("<parameter=", f">{gap}", f"{gap}</parameter>\n"),
+        fields={"tool_calls": tagged_call(name, end, argument)},
+        **more,
+    )
+
+
+TAGS = _functions("tool_call", "\n")
 
 ROWS: tuple[tuple[str, CallForm], ...] = (
     # Qwen3-Coder, Qwen3.5, Nemotron 3
@@ -53,30 +60,13 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             after="",
             joint="[TOOL_CALLS]",
             thought=("[THINK]", "[/THINK]"),
-            fields={
-                "tool_calls": {**NAMED, "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"},
-            },
+            fields={"tool_calls": {**NAMED, "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"}},
         ),
     ),
     # Seed-OSS
     (
         rf"<seed:tool_call>\s*<function={_TOOL}>\s*<parameter=zarg>zval</parameter>\s*</function>\s*</seed:tool_call>",
-        CallForm(
-            "<seed:tool_call>",
-            before="\n<function=",
-            between=">\n",
-            after="</function>\n</seed:tool_call>",
-            joint="\n<seed:tool_call>",
-            argument=("<parameter=", ">", "</parameter>\n"),
-            thought=("<seed:think>", "</seed:think>"),
-            fields={
-                "tool_calls": tagged_call(
-                    r"<seed:tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                    r"</function>\s*</seed:tool_call>",
-                    r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>",
-                ),
-            },
-        ),
+        _functions("seed:tool_call", "", thought=("<seed:think>", "</seed:think>")),
     ),
     # GLM from 4.5 on
     (
@@ -90,7 +80,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                     r"<tool_call>\s*(?P<name>[^\s<{]+)\s*(?=<arg_key>|</tool_call>)",
                     "</tool_call>",
                     r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                ),
+                )
             },
         ),
     ),

@@ -99,16 +99,13 @@ def _texts(constraint: Constraint, calls: bool, form: CallForm, thinking: Thinki
     """What comes behind the thought, or first where there is none (then it must not look like one)."""
     whole = _quoted(form.trigger) + " calls" if form.trigger else "calls"
     if constraint.structured or constraint.calls:
-        text = _between(form, "structured") if constraint.structured else whole
+        marked = " ".join((_quoted(form.answer[0]), "structured", _quoted(form.answer[1]))).strip()
+        text = marked if constraint.structured else whole
         lines = [f"rest: {text}{f' | {whole}' if constraint.structured and calls else ''}"]
         lines += ["first: rest"] if thinking == "may" else []
         return lines + (_structured(constraint, regex) if constraint.structured else [])
     never = rf"\s*{_pattern(form.thought[0])}{_ANY}"
     return _free("rest", calls, form, ()) + (_free("first", calls, form, (never,)) if thinking == "may" else [])
-
-
-def _between(form: CallForm, text: str) -> str:
-    return " ".join((_quoted(form.answer[0]), text, _quoted(form.answer[1]))).strip()
 
 
 def _structured(constraint: Constraint, regex: str) -> list[str]:

@@ -35,14 +35,10 @@ class Region:
     """A part of a completion."""
 
     kind: Kind
-    # None: wherever no other region is
-    open: Mark | None
-    # None: where the completion ends, or the JSON of a call
-    close: Mark | None
-    # what stands between two regions of this kind
-    join: str = ""
-    # of calls in JSON
-    keys: CallKeys | None = None
+    open: Mark | None  # None: wherever no other region is
+    close: Mark | None  # None: where the completion ends, or the JSON of a call
+    join: str = ""  # what stands between two regions of this kind
+    keys: CallKeys | None = None  # of calls in JSON
     # transformers' template of this region alone, of calls that are written otherwise; None: as a list in Python
     alone: Any = None
 
@@ -79,8 +75,7 @@ class ResponseTemplate:
 
     regions: tuple[Region, ...]
     sink: Region | None
-    # where in a prompt an answer begins
-    anchor: Any
+    anchor: Any  # where in a prompt an answer begins
     # whether arguments that are no JSON take the types of their schemas by our rules, by which the grammar wrote them
     typed: bool = False
 

@@ -20,6 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from ..errors import ConfigError
+from ..namespace_lru import NamespaceLRU
 from ..store.keys import Scope
 from .windows import Window
 
@@ -109,23 +110,17 @@ class Signer:
     def __init__(self) -> None:
         self._minhash = datasketch().MinHash
         self._permutations = self._minhash(PERMUTATIONS).permutations
-        self._known: OrderedDict[bytes, Signature] = OrderedDict()  # by a digest: no text outlives its prompt
-        self._lock = threading.Lock()
+        self._known: NamespaceLRU[bytes, Signature] = NamespaceLRU(REMEMBERED)  # by a digest: no text outlives its prompt
 
     def sign(self, window: Window) -> Signature:
         """The signature of a window."""
         key = blake3(repr((window.words, window.left)).encode("utf-8", "surrogatepass")).digest(length=16)
-        with self._lock:
-            if (known := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-                return known
+        if (known := self._known.get("", key)) is not None:
+            return known
         values = self._values(shingles(window.words, SHINGLE))
         left = self._values(shingles(window.left, LEFT_SHINGLE))[:LEFT]
         made = Signature(blake3("\x1f".join(window.words).encode("utf-8", "surrogatepass")).digest(length=16), values, left)
-        with self._lock:
-            self._known[key] = made
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+        self._known.put("", key, made)
         return made
 
     def _values(self, hashes: np.ndarray) -> np.ndarray:

@@ -199,11 +199,7 @@ def repeats(tree: PrefixTree, scope: Scope, ids: Ids, since: int, least: int) ->
         if not isinstance(index, NgramIndex):
             index = NgramIndex()
             tree.attach_index(index)
-        found = []
-        for run in index.find(scope, ids, since, least):
-            if pages := tree.use(run.entries):
-                found.append(replace(run, pages=pages))
-        return found
+        return [replace(run, pages=pages) for run in index.find(scope, ids, since, least) if (pages := tree.use(run.entries))]
 
 
 def stored_repeats(store: Store, scope: Scope, ids: Ids, since: int, least: int, precisions: Sequence[Precision] = ("exact",)) -> list[Run]:

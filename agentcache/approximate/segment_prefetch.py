@@ -1,7 +1,7 @@
 """Pages that only the disk has, brought into memory for text that a prompt repeats somewhere. Knows no models.
 
-FINDING ──> LOADING ──> DONE      finding: on a reading thread; signatures propose, ids in the index are compared, what pays is chosen
-   └───────────┴──────> DONE      loading: one PagePrefetch per chain of pages, from its root, because a page hangs under those before it
+finding ──> loading ──> done      finding: on a reading thread; signatures propose, ids in the index are compared, what pays is chosen
+   └───────────┴──────> done      loading: one PagePrefetch per chain of pages, from its root, because a page hangs under those before it
 
 What came is found by `repeats` like everything else in memory. Whatever fails is a refusal, with its reason.
 """
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 import numpy as np
 
@@ -59,14 +58,6 @@ class StoredRepeat:
         return frozenset(row.page_key for row in self.rows[len(self.rows) - self.missing :])
 
 
-class State(Enum):
-    """State of a prefetch."""
-
-    FINDING = auto()  # a reading thread asks the signatures and the index
-    LOADING = auto()  # a page prefetch reads one chain after the other
-    DONE = auto()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentQuery:
     """The text of a prompt that may stand at other positions on disk."""
@@ -107,7 +98,7 @@ class SegmentPrefetch:
         self._precision: Precision = wanted.scope.precision
         self._ms_per_token = disk.cost(wanted.scope.fingerprint, wanted.ms_per_token)
         self._most_bytes = min(wanted.most_bytes, tree.budget_bytes // 4)
-        self.state = State.FINDING
+        self._done = False
         self.tokens = self.bytes = 0
         self.ms = 0.0
         self.refusals: list[Refusal] = []
@@ -117,7 +108,7 @@ class SegmentPrefetch:
         self._chosen: list[tuple[StoredRepeat, list[StoredRepeat]]] = []  # the repeat that is read, and all that it serves
         self._chain: PagePrefetch | None = None
         self._stop = threading.Event()
-        self._over = threading.Event()
+        self._found = threading.Event()  # what is worth reading, or that nothing is
         self._began = time.perf_counter()
         try:
             disk.submit(self._find)
@@ -126,14 +117,12 @@ class SegmentPrefetch:
 
     def pending(self) -> bool:
         """Tell whether it is worth waiting on. Never blocks for longer than a lookup."""
-        if self.state is State.FINDING and self._over.is_set():
-            self.state = State.LOADING
-        if self.state is State.LOADING:
+        if not self._done and self._found.is_set():
             try:
                 self._load()
             except FAULTS as error:
                 self._end(f"nothing more was brought from disk: {type(error).__name__}: {error}")
-        return self.state is not State.DONE
+        return not self._done
 
     def close(self) -> None:
         """End it: no request waits any more."""
@@ -145,8 +134,8 @@ class SegmentPrefetch:
     def _end(self, note: str) -> None:
         if note:
             self.notes.append(note)
-        if self.state is not State.DONE:
-            self.state = State.DONE
+        if not self._done:
+            self._done = True
             self.ms = (time.perf_counter() - self._began) * 1e3
 
     # -- finding ---------------------------------------------------------------------------------------------------
@@ -158,7 +147,7 @@ class SegmentPrefetch:
         except FAULTS as error:  # a damaged index: computed instead, and said
             self.notes.append(f"nothing was found on disk: {type(error).__name__}: {error}")
         finally:
-            self._over.set()
+            self._found.set()
             self._wake()
 
     def _repeats(self) -> list[StoredRepeat]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ..namespace_lru import NamespaceLRU
 from ..types import Layout
 
 Texts = Callable[[Sequence[int]], Sequence[str]]  # what each of these tokens says
@@ -62,15 +61,11 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, dict[int, str]] = OrderedDict()
+        self._known: NamespaceLRU[str, dict[int, str]] = NamespaceLRU(NAMESPACES)
 
     def __call__(self, ids: Sequence[int], namespace: str = "default") -> list[str]:
-        with self._lock:
-            known = self._known.setdefault(namespace, {})
-            self._known.move_to_end(namespace)
-            while len(self._known) > NAMESPACES:
-                self._known.popitem(last=False)
+        if (known := self._known.get(namespace, "")) is None:
+            self._known.put(namespace, "", known := {})
         for token in set(ids) - known.keys():
             known[int(token)] = str(self._tokenizer.decode([int(token)]))
         return [known[token] for token in ids]

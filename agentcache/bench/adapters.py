@@ -156,11 +156,5 @@ def _round_robin(engine: Engine, tools: Any, place: Path, options: Options, say:
             new += receipt.prompt_tokens - held[name] + (0 if step else group.prefix_tokens * (1 - (spec.layers // 2) / spec.layers))
             held[name] = receipt.prompt_tokens + receipt.completion_tokens - 1
     about = {"kind": ROBIN, "adapters": options.adapters, "steps": options.steps, "prompt_tokens": max(held.values())}
-    return {
-        **about,
-        "computed_tokens": round(computed, 1),
-        "new_tokens": round(new, 1),
-        "group_bytes": before,
-        "store_bytes": engine.store.bytes,
-        "equal": None,
-    }
+    sizes = {"group_bytes": before, "store_bytes": engine.store.bytes}
+    return {**about, "computed_tokens": round(computed, 1), "new_tokens": round(new, 1), **sizes, "equal": None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,16 +129,11 @@ def serve(
         from .environment import machine, versions
 
         wanted = bench.Options(numbers(agents, "agents"), max_tokens, transformers)
-        found: dict[str, Any] = {"bench": "serve", "machine": machine(), "versions": versions(), "model": model}
         recorded = [one for path in workload or () for one in traces.read(path, tools_dir, episodes=episodes, calls=calls)]
-
-        def keep(part: Mapping[str, Any]) -> None:
-            found.update(part)
-            report.save(found, json_file)
-
         with report.Progress() as say:
-            bench.run(model, recorded or bench.repeated(tools, calls, max(wanted.agents)), wanted, say, keep)
-        report.finish(found, [report.serve_table(found["rows"])], json_file)
+            run = report.Run(None, say, {"bench": "serve", "machine": machine(), "versions": versions(), "model": model}, json_file)
+            bench.run(model, recorded or bench.repeated(tools, calls, max(wanted.agents)), wanted, say, run.keep)
+        report.finish(run.found, [report.serve_table(run.found["rows"])], json_file)
 
 
 @app.command()
@@ -214,17 +208,12 @@ def families(
         if threads is not None:
             torch.set_num_threads(threads)
         about = {"machine": {**machine(), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
-        found: dict[str, Any] = {"bench": "families", **about}
-
-        def keep(part: Mapping[str, Any]) -> None:
-            found.update(part)
-            report.save(found, json_file)
-
         with report.Progress() as say:
-            bench.run(names(only) if only else tuple(known.TINY), dtype_of(dtype.value), say, keep)
-        report.finish(found, [report.families_table(found)], json_file)
+            run = report.Run(None, say, {"bench": "families", **about}, json_file)
+            bench.run(names(only) if only else tuple(known.TINY), dtype_of(dtype.value), say, run.keep)
+        report.finish(run.found, [report.families_table(run.found)], json_file)
         if markdown is not None:
-            write(markdown, bench.markdown(found["rows"]))
+            write(markdown, bench.markdown(run.found["rows"]))
 
 
 @app.command()

@@ -28,22 +28,21 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = {"qk_head_dim": 24, "head_dim": 8, "num_key_value_heads": 4}
+_ZAMBA2 = {
+    "layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1, "adapter_rank": 8, "mamba_ngroups": 1,
+    "mamba_headdim": 16, "n_mamba_heads": 8, "attention_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Settings of a family's tiny model, and the expected outcome."""
 
-    # what differs from SIZES
-    config: dict[str, Any]
-    # some layers choose experts: of two that almost tie, another one than transformers does
-    experts: bool = False
-    # bits are promised, not only tokens
-    bits: bool = True
-    # some layers keep a state that does not grow
-    recurrent: bool = False
-    # words of why its state cannot be paged, empty if it can
-    unpaged: str = ""
+    config: dict[str, Any]  # what differs from SIZES
+    experts: bool = False  # some layers choose experts: of two that almost tie, another one than transformers does
+    bits: bool = True  # bits are promised, not only tokens
+    recurrent: bool = False  # some layers keep a state that does not grow
+    unpaged: str = ""  # words of why its state cannot be paged, empty if it can
 
 
 def _all(names: str, **options: Any) -> dict[str, Family]:
@@ -80,20 +79,7 @@ TINY: dict[str, Family] = {
     **_all("olmo_hybrid qwen3_5_text falcon_h1 lfm3", recurrent=True),
     **_all("nemotron_h qwen3_5_moe_text qwen3_next", recurrent=True, experts=True),
     "bamba": Family({"attn_layer_indices": [1, 3]}, recurrent=True),
-    "zamba2": Family(
-        {
-            "layer_types": ["mamba", "hybrid"] * 2,
-            "hybrid_layer_ids": [1, 3],
-            "num_mem_blocks": 1,
-            "adapter_rank": 8,
-            "mamba_ngroups": 1,
-            "mamba_headdim": 16,
-            "n_mamba_heads": 8,
-            "attention_head_dim": 32,
-            "num_key_value_heads": 4,
-        },
-        recurrent=True,
-    ),  # fmt: skip
+    "zamba2": Family(_ZAMBA2, recurrent=True),
     "granitemoehybrid": Family({"layers_block_type": ["mamba", "attention"] * 2}, recurrent=True, experts=True),
     "lfm2": Family({"layer_types": ["conv", "full_attention"] * 2}, recurrent=True),
     "lfm2_moe": Family({"layer_types": ["conv", "full_attention"] * 2}, recurrent=True, experts=True),

@@ -43,17 +43,12 @@ class Options:
 
     tools: Sequence[int] = (5, 20, 50)
     splits: Sequence[str] = SPLITS
-    # requests of a split and a number of tools
-    count: int = 200
-    # dialogues of a style
-    episodes: int = 100
+    count: int = 200  # requests of a split and a number of tools
+    episodes: int = 100  # dialogues of a style
     styles: Sequence[str] = ("hermes", "langchain", "llamaindex")
-    # files of cases
-    selection: Sequence[Path] = ()
-    # folder of the catalogs that these files name
-    tools_dir: Path | None = None
-    # requests at a time
-    agents: int = 8
+    selection: Sequence[Path] = ()  # files of cases
+    tools_dir: Path | None = None  # folder of the catalogs that these files name
+    agents: int = 8  # requests at a time
 
     def __post_init__(self) -> None:
         for name, given, known in (("split", self.splits, SPLITS), ("style", self.styles, STYLES)):

@@ -27,8 +27,7 @@ class Sums:
     """Totals over calls. Times are to the first token; None if not measured."""
 
     calls: int = 0
-    # calls beyond the model's context
-    skipped_calls: int = 0
+    skipped_calls: int = 0  # calls beyond the model's context
     prompt_tokens: int = 0
     computed_tokens: int = 0
     completion_tokens: int = 0

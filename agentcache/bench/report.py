@@ -227,7 +227,7 @@ class Progress:
 class Run:
     """A measurement under way: the engine, its description, the figures, and the tables that are shown at its end."""
 
-    engine: Any
+    engine: Any  # None where none is open all the time
     say: Progress
     found: dict[str, Any]
     json_file: Path | None

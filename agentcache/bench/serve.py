@@ -55,12 +55,9 @@ Ask = Callable[[Call], Awaitable[Told]]
 class Options:
     """Measurements to make."""
 
-    # how many agents at once, one measurement each
-    agents: tuple[int, ...]
-    # of an answer
-    max_tokens: int
-    # the type that transformers serve loads the weights in
-    transformers_dtype: str | None
+    agents: tuple[int, ...]  # how many agents at once, one measurement each
+    max_tokens: int  # of an answer
+    transformers_dtype: str | None  # the type that transformers serve loads the weights in
 
 
 def repeated(tools: int, calls: int, agents: int) -> list[Episode]:
@@ -139,10 +136,8 @@ def figures(answers: Sequence[Told], seconds: float) -> dict[str, Any]:
     prompt, cached = sum(told.prompt_tokens for told in answers), sum(told.cached_tokens for told in answers)
     return {
         "calls": len(answers),
-        "ttft_p50_ms": percentile(first, 0.5) if first else None,
-        "ttft_p95_ms": percentile(first, 0.95) if first else None,
-        "gap_p50_ms": percentile(gaps, 0.5) if gaps else None,
-        "gap_p95_ms": percentile(gaps, 0.95) if gaps else None,
+        **{f"ttft_p{share}_ms": percentile(first, share / 100) if first else None for share in (50, 95)},
+        **{f"gap_p{share}_ms": percentile(gaps, share / 100) if gaps else None for share in (50, 95)},
         "tokens_per_s": sum(told.completion_tokens for told in answers) / seconds,
         "prompt_tokens": prompt,
         "cached_share": cached / prompt if prompt else 0.0,

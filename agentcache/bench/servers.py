@@ -25,8 +25,7 @@ START_S = 300.0
 class Served:
     """A running server."""
 
-    # where it listens
-    url: str
+    url: str  # where it listens
     process: psutil.Process
 
     @property
@@ -46,18 +45,8 @@ def agentcache(model: str, store: str = "", options: Sequence[str] = ()) -> Iter
 @contextmanager
 def transformers(model: str, dtype: str) -> Iterator[Served]:
     """Run `transformers serve MODEL` until the block ends."""
-    command = [
-        sys.executable,
-        "-c",
-        "from transformers.cli.transformers import main; main()",
-        "serve",
-        model,
-        "--dtype",
-        dtype,
-        "--device",
-        "cpu",
-    ]
-    with _running(command, "/health", {}) as served:
+    program = "from transformers.cli.transformers import main; main()"
+    with _running([sys.executable, "-c", program, "serve", model, "--dtype", dtype, "--device", "cpu"], "/health", {}) as served:
         yield served
 
 

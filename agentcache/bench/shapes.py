@@ -15,13 +15,9 @@ _BLOCK = 4_194_319  # prime, so that no two rows of a weight are the same cut of
 _INIT_STD = 0.02
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size".split()
 
 Shape = tuple[str, dict[str, Any]]

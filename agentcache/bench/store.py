@@ -140,11 +140,7 @@ class Files:
         """Readers by name: their files, and the call that touches every byte."""
         blobs = [self.folder.blobs / row.blob[:2] / f"{row.blob}.safetensors" for row in self.rows]
         buffer = bytearray(max(path.stat().st_size for path in blobs))
-        return {
-            "raw": (blobs, lambda: raw_ms(blobs, buffer)),
-            "agentcache": (blobs, self.load),
-            "verify": (blobs, self.verify),
-        }
+        return {"raw": (blobs, lambda: raw_ms(blobs, buffer)), "agentcache": (blobs, self.load), "verify": (blobs, self.verify)}
 
     def writes(self) -> dict[str, Callable[[], Any]]:
         """Writers by name."""

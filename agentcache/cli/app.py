@@ -88,13 +88,16 @@ def doctor(
 
 def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | None] | None) -> dict[str, Any]:
     """conflict: tells what is in the way of this package, given by the module that stands outside it."""
+    import torch
+
     from ..bench.environment import machine, versions
     from ..model.machine import describe
 
+    accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     report: dict[str, Any] = {
         "installation": (conflict and conflict()) or "ok",
         "versions": {"agentcache": __version__, **versions(_VERSIONS)},
-        "machine": {**machine(), "accelerator": _accelerator()},
+        "machine": {**machine(), "accelerator": accelerator},
         "numerics": describe(),
     }
     if model or shape:
@@ -120,27 +123,7 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
         }
 
 
-def _accelerator() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-
-
 # in the order of use, as `--help` lists them
-for _verb in (
-    demo,
-    doctor,
-    stores.warm,
-    stores.ls,
-    stores.inspect,
-    stores.stats,
-    upkeep.verify,
-    upkeep.prune,
-    upkeep.export,
-    upkeep.import_,
-    serve,
-    lint.lint,
-    replay,
-    calibrate,
-):
+_of_stores = (stores.warm, stores.ls, stores.inspect, stores.stats, upkeep.verify, upkeep.prune, upkeep.export, upkeep.import_)
+for _verb in (demo, doctor, *_of_stores, serve, lint.lint, replay, calibrate):
     app.command(_verb.__name__.rstrip("_"))(_verb)

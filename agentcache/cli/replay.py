@@ -50,14 +50,8 @@ def replay(
             Engine(model, store=store, calibration=known, chat_template=template, policy=policy, adapters=adapters) as engine,
             bar("replaying", as_json) as tell,
         ):
-            run = Replay(
-                engine,
-                known,
-                namespace=namespace,
-                adapter=next(iter(adapters), None),
-                tokens=max_tokens,
-                recorded=against is Against.recorded,
-            )
+            acting, recorded = next(iter(adapters), None), against is Against.recorded
+            run = Replay(engine, known, namespace=namespace, adapter=acting, tokens=max_tokens, recorded=recorded)
             found = run.run(requests, lambda done: tell(done, len(requests)))
     if as_json:
         say_json({"source": source, "model": model, "unread": len(problems), **asdict(found)})

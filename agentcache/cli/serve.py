@@ -57,14 +57,8 @@ def serve(
             raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
         if bits not in (None, 4, 8):
             raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
-        loading = {"dtype": dtype and dtype.value, "weights": weights and weights.value}
-        options = {
-            **loading,
-            "load_in_4bit": bits == 4,
-            "load_in_8bit": bits == 8,
-            "policy": policy,
-            **({} if store is None else {"store": store}),
-        }
+        options: dict[str, Any] = {"dtype": dtype and dtype.value, "weights": weights and weights.value, "policy": policy}
+        options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
         adapters = dict(named_adapter(said) for said in adapter or ())
         served = [
             _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system)

@@ -44,12 +44,9 @@ Label = Callable[[str], Callable[[int, int], None]]
 class Replay:
     """One way through the task."""
 
-    # of each step
-    receipts: list[Receipt] = field(default_factory=list)
-    # the ids of all answers, in which all ways must agree
-    drawn: tuple[int, ...] = ()
-    # the dialogue
-    lines: list[str] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)  # of each step
+    drawn: tuple[int, ...] = ()  # the ids of all answers, in which all ways must agree
+    lines: list[str] = field(default_factory=list)  # the dialogue
 
     def total(self, name: str) -> float:
         """Sum of one of the receipts' figures over the steps."""

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from ..namespace_lru import Covering, NamespaceLRU
@@ -181,26 +182,18 @@ def mapped(value: Any, clean: Callable[[str], str]) -> Any:
 def _order_results(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
     """Tool results in the order of their calls: templates without ids pair them by position."""
     out: list[Turn] = []
-    at = 0
-    calls: list[str | None] = []
-    while at < len(turns):
-        if turns[at].data["role"] != "tool":
-            calls = [call["id"] for call in turns[at].data.get("tool_calls", ())] or calls
-            out.append(turns[at])
-            at += 1
-            continue
-        stop = at
-        while stop < len(turns) and turns[stop].data["role"] == "tool":
-            stop += 1
-        run = turns[at:stop]
-        rank = {call_id: position for position, call_id in enumerate(calls) if call_id is not None}
-        if all(turn.data.get("tool_call_id") in rank for turn in run):
+    rank: dict[str, int] = {}
+    for are_results, group in groupby(turns, lambda turn: turn.data["role"] == "tool"):
+        run = list(group)
+        if not are_results:
+            calls = next((made for turn in reversed(run) if (made := turn.data.get("tool_calls"))), None)
+            rank = rank if calls is None else {call["id"]: place for place, call in enumerate(calls) if call["id"] is not None}
+        elif all(turn.data.get("tool_call_id") in rank for turn in run):
             ordered = sorted(run, key=lambda turn: rank[turn.data["tool_call_id"]])
             if ordered != run:
                 notes[f"messages {run[0].source} to {run[-1].source}: tool results put in the order of their calls"] = None
             run = ordered
-        out.extend(run)
-        at = stop
+        out += run
     return out
 
 

@@ -69,16 +69,11 @@ class Declared:
         return tuple(piece for piece in self.pieces if piece.message is None)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A pattern of a layout.toml."""
-
-    pattern: re.Pattern[str]
-    label: str
+Rule = re.Pattern[str]
 
 
 def read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
-    """The rules of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError names the fault."""
+    """The patterns of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError names the fault."""
     try:
         found = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -92,8 +87,8 @@ def read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
 def _rule(path: str | os.PathLike[str], number: int, table: dict[str, Any]) -> Rule:
     where = f"layout file {os.fspath(path)!r}, [[volatile]] number {number}"
     unknown = sorted(set(table) - {"pattern", "where", "class"})
-    pattern, label = table.get("pattern"), table.get("class", "")
-    if unknown or not isinstance(pattern, str) or not pattern or not isinstance(label, str):
+    pattern = table.get("pattern")
+    if unknown or not isinstance(pattern, str) or not pattern or not isinstance(table.get("class", ""), str):
         raise ConfigError(f"{where}: give pattern = '...' and, if you like, class = '...'; got {table!r:.200}")
     if table.get("where", "system") != "system":
         raise ConfigError(f"{where}: where={table['where']!r}: only text of the system prompt is moved")
@@ -103,7 +98,7 @@ def _rule(path: str | os.PathLike[str], number: int, table: dict[str, Any]) -> R
         raise ConfigError(f"{where}: pattern={pattern!r} is no regular expression: {error}") from error
     if compiled.fullmatch(""):
         raise ConfigError(f"{where}: pattern={pattern!r} matches nothing at all: name what is volatile")
-    return Rule(compiled, label)
+    return compiled
 
 
 def brought(volatile: Any) -> tuple[Message, ...]:
@@ -157,16 +152,13 @@ class Declarations:
     def _taken(self, message: Plain, volatile: tuple[str, ...], namespace: str) -> tuple[str, str, tuple[Piece, ...]]:
         """(the text without its volatile pieces, with them, the pieces)"""
         content = message.get("content")
-        parts = tuple((text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in _parts(content))
+        listed = [content] if isinstance(content, str) else content or []
+        parts = tuple((text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in listed)
         if (known := self._known.get(namespace, (parts, volatile))) is not None:
             return known
         found = _take(parts, volatile, self._rules)
         self._known.put(namespace, (parts, volatile), found)
         return found
-
-
-def _parts(content: Any) -> Sequence[Any]:
-    return [content] if isinstance(content, str) else content or []
 
 
 def _take(parts: Sequence[tuple[str, bool]], volatile: Sequence[str], rules: Sequence[Rule]) -> tuple[str, str, tuple[Piece, ...]]:
@@ -189,7 +181,7 @@ def _take(parts: Sequence[tuple[str, bool]], volatile: Sequence[str], rules: Seq
             found.append((at, at + len(text), "volatile"))
             at = shown.find(text, at + len(text))
     for rule in rules:
-        found += [(match.start(), match.end(), "rule") for match in rule.pattern.finditer(shown)]
+        found += [(match.start(), match.end(), "rule") for match in rule.finditer(shown)]
     pieces, kept, end = [], "", 0
     for start, stop, by in _united(found):
         if shown[start:stop].strip():

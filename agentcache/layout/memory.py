@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from ..namespace_lru import Covering, NamespaceLRU
@@ -41,10 +42,7 @@ class Generated:
 
 def chain(root: bytes, turns: Sequence[Turn]) -> list[bytes]:
     """keys[i] names the first i messages as they are in canonical form, keys[0] what stands before all messages."""
-    keys = [root]
-    for turn in turns:
-        keys.append(link(keys[-1], turn))
-    return keys
+    return list(accumulate(turns, link, initial=root))
 
 
 def link(parent: bytes, turn: Turn) -> bytes:

@@ -44,12 +44,7 @@ class Renderer:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template: str | None = None,
-        kept: Kept | None = None,
-        tail: LayoutOptions | None = None,
+        self, tokenizer: Any, *, chat_template: str | None = None, kept: Kept | None = None, tail: LayoutOptions | None = None
     ) -> None:
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer

@@ -87,14 +87,9 @@ def canonical_tools(plain: Sequence[Plain], clean: Callable[[str], str]) -> tupl
 def _canonical_tool(tool: Plain) -> Plain:
     function = tool.get("function", tool)
     parameters = function.get("parameters")
-    return {
-        "type": "function",
-        "function": {
-            "name": function["name"],
-            "description": function.get("description") or "",
-            "parameters": {"type": "object", "properties": {}} if parameters is None else parameters,
-        },
-    }
+    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    body = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": body}
 
 
 def order_tools(tools: list[Plain], order: ToolOrder, sticky: Sequence[str]) -> list[Plain]:

@@ -65,8 +65,9 @@ class Frame:
         if found is None or (turn.kind == "system" and _overtaken(text, self._turns[number + 1 :], last.stop, found[1])):
             return Place(self._keys[number], turn.kind, None, last.stop)
         start, at, length = found
-        if start is None:
-            start = _boundary(text, last.stop, at, self.shape.closers.get(last.kind, ""))
+        if start is None:  # the header was not recognised: the turn starts after the closing text of the one before
+            closer = self.shape.closers.get(last.kind, "")
+            start = last.stop + (len(closer) if text.startswith(closer, last.stop, at) else 0)
         end = at + length
         if turn.kind == "call":
             name = str(turn.data["tool_calls"][-1]["function"]["name"])
@@ -139,11 +140,6 @@ def _overtaken(text: str, later: Sequence[Turn], cursor: int, at: int) -> bool:
     """Tell whether a system text stands after the message that follows it: some templates glue it to the last user message."""
     head = text_of(later[0].data.get("content")).strip()[:HEAD] if later else ""
     return len(head) > 2 and 0 <= text.find(head, cursor, at) < at
-
-
-def _boundary(text: str, end: int, at: int, closer: str) -> int:
-    """The start of a turn whose header was not recognised: after the previous turn's closing text."""
-    return end + len(closer) if closer and text.startswith(closer, end) and end + len(closer) <= at else end
 
 
 def _with_tools(out: list[Mark], start: int, stop: int) -> list[Mark]:

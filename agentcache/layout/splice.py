@@ -7,8 +7,6 @@ ids     |--- as they were|---- as generated -----------|-- encoded after the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from .memory import Generated
 from .tokenise import BACK, Encoded, Encoder, Splice
 
@@ -60,15 +58,10 @@ def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: 
             return stop + len(end_text)
     elif closer and text.endswith(closer, start, stop):
         return stop - len(closer)
-    at, length = _last(text, encoder.control.values(), start, stop)
+    at, length = max(((text.rfind(word, start, stop), len(word)) for word in encoder.control.values() if word), default=(-1, 0))
     if at < 0:
         return stop
     return at if end_text is None else at + length  # the template ends the turn otherwise than the model did
-
-
-def _last(text: str, words: Iterable[str], start: int, stop: int) -> tuple[int, int]:
-    """(position, length) of the last of these words in text[start:stop], or (-1, 0)."""
-    return max(((text.rfind(word, start, stop), len(word)) for word in words if word), default=(-1, 0))
 
 
 def splice_notes(encoded: Encoded) -> list[str]:

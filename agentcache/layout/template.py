@@ -33,6 +33,7 @@ _TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z_]+\]")
 _IDS = ("call00001", "call00002", "zother001", "zother002")
 
 
+_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)  # of code in a template
 MOST_CHARS = 64_000_000  # that one may have: more than a context of ten million tokens
 
 SENTINEL = "Qzsentinel"
@@ -84,16 +85,7 @@ class Template:
         )
         try:
             text = str(bounded(render))
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except (jinja2.TemplateError, *_FAULTS) as error:
             if isinstance(error, TemplateError):
                 raise
             raise TemplateError(

@@ -73,9 +73,7 @@ def _tools_at(first: str | None, last: str | None, plain: str) -> ToolsAt:
         return "last user"
     if FIRST not in first or at > first.index(FIRST):
         return "other"
-    if SYSTEM not in first:
-        return "before system"
-    if at < first.index(SYSTEM):
+    if SYSTEM not in first or at < first.index(SYSTEM):
         return "before system"
     gap = plain[plain.index(SYSTEM) + len(SYSTEM) : plain.index(FIRST)].strip() if _shows(plain, SYSTEM, FIRST) else ""
     return "first user" if gap and gap in first[first.index(SYSTEM) : at] else "after system"

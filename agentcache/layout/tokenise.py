@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, MessageError
 
@@ -31,21 +31,8 @@ RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens 
 BREAKERS = ("\u200d", "\u2060", " ", "\\")  # zero-width joiner, word joiner, then visible ones for normalisers that strip those
 
 
-_OPTIONS: dict[str, Any] = {
-    "add_special_tokens": False,
-    "return_offsets_mapping": True,
-    "return_attention_mask": False,
-    "return_token_type_ids": False,
-    "verbose": False,
-}
-
-
-class Tokenizer(Protocol):
-    """The interface of a transformers tokenizer that is used here."""
-
-    is_fast: bool
-
-    def __call__(self, text: str, **options: Any) -> Any: ...
+_OFF = ("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose")
+_OPTIONS: dict[str, Any] = {**dict.fromkeys(_OFF, False), "return_offsets_mapping": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +94,8 @@ def common_chars(one: str, other: str) -> int:
     return low
 
 
-def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
+def common_ids(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common prefix of two sequences of one type, such as ids."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # one[:low] equal; bisection over slices, which are compared in C
         middle = (low + high + 1) // 2
@@ -153,7 +140,7 @@ def _check_vocabulary(tokenizer: Any) -> None:
 class Encoder:
     """A tokenizer seen as: text to (ids, ends), without added BOS or EOS."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.fast = bool(getattr(tokenizer, "is_fast", False))
         self.merges = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
@@ -165,7 +152,7 @@ class Encoder:
         # of the prompt that people write on purpose.
         self.control = {i: text for i, text in self.added.items() if i in special or (text.startswith("<|") and text.endswith("|>"))}
         for token_id in listed - set(self.control):
-            self.control[int(token_id)] = str(tokenizer.convert_ids_to_tokens(int(token_id)))  # type: ignore[attr-defined]
+            self.control[int(token_id)] = str(tokenizer.convert_ids_to_tokens(int(token_id)))
 
     @cached_property
     def identity(self) -> bytes:
@@ -176,7 +163,7 @@ class Encoder:
     @cached_property
     def vocabulary(self) -> int:
         """The number of ids, added ones included."""
-        return len(self._tokenizer)  # type: ignore[arg-type]
+        return len(self._tokenizer)
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
         """All ids of `text`, and where each ends (empty for a slow tokenizer)."""
@@ -211,7 +198,7 @@ class Encoder:
         if known.ends and shared == len(text) == len(known.text):
             return known, 0
         if known.ends:
-            joined = self._join(known, first, floor, shared, text)
+            joined = self._join(known, first, shared, text)
             if joined is not None:
                 ids, ends, spent = joined
                 return Encoded(text, ids, ends, splices), spent
@@ -234,7 +221,7 @@ class Encoder:
         joined = Encoded(text, base.ids + ids[skip:], base.ends + [max(len(base.text), end + shift) for end in ends[skip:]], base.splices)
         return joined, len(more) + len(last or "")
 
-    def _join(self, known: Encoded, first: int, floor: int, shared: int, text: str) -> tuple[list[int], list[int], int] | None:
+    def _join(self, known: Encoded, first: int, shared: int, text: str) -> tuple[list[int], list[int], int] | None:
         """(ids, ends, characters tokenised) by the proof in the module's docstring, or None where it fails."""
         cut = known.tokens_before(shared) - BACK
         while cut > first and known.ends[cut] == known.ends[cut - 1]:

@@ -58,14 +58,11 @@ class Conversation:
     """An open conversation."""
 
     name: str
-    # its newest request
-    last: Request
+    last: Request  # its newest request
     # the log has its beginning, or two requests of it that go on from each other, and so may have the next one too
     followed: bool = False
-    # its requests so far
-    number: int = 0
-    # characters of the newest request
-    size: int = 0
+    number: int = 0  # its requests so far
+    size: int = 0  # characters of the newest request
     # digests of the newest request's messages, with their weights
     marks: Counter[bytes] = field(default_factory=Counter)
 

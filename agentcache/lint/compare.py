@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from ..layout.tokenise import common_ids
 from .history import Turned, similar, speaks_of_summary, turned
 from .texts import causes, parsed, window
 from .values import Cause, Change, Request, Said, Shown
@@ -31,25 +32,19 @@ def who(said: Said) -> str:
 
 def _system(was: Request, now: Request, history: Turned | None) -> list[Change]:
     old, new = was.system, now.system
-    at = next((at for at, (one, other) in enumerate(zip(old, new)) if one.content != other.content), min(len(old), len(new)))
+    at = common_ids([said.content for said in old], [said.content for said in new])
     if at == len(old) == len(new):
         return []
+    name, cut = "system" if at == 0 else f"system message {at}", history is not None and history.cause in (Cause.TRUNCATED, Cause.SUMMARY)
     if at == len(old) or at == len(new):
-        side = new[at:] if at < len(new) else old[at:]
-        text, verb = side[0].content, "put in" if at < len(new) else "taken out"
-        cut = history is not None and history.cause in (Cause.TRUNCATED, Cause.SUMMARY)
-        cause = Cause.SUMMARY if cut or (at and speaks_of_summary(text)) else Cause.STATE
-        return [Change(cause, "system", at, at, _system_name(new, at), f"a system message was {verb}")]
+        said, verb = (new[at], "put in") if at < len(new) else (old[at], "taken out")
+        cause = Cause.SUMMARY if cut or (at and speaks_of_summary(said.content)) else Cause.STATE
+        return [Change(cause, "system", at, at, name, f"a system message was {verb}")]
     cause, detail = _system_text(old[at].content, new[at].content)
-    cut = history is not None and history.cause in (Cause.TRUNCATED, Cause.SUMMARY)
     whole = not similar(old[at].content, new[at].content, 0.6)  # not a system text in which something changed
     if (cut and (at or whole)) or (at and cause is Cause.STATE and speaks_of_summary(new[at].content)):
         cause, detail = Cause.SUMMARY, "the system message before the history was written anew"
-    return [Change(cause, "system", at, at, _system_name(new, at), detail)]
-
-
-def _system_name(new: Sequence[Said], at: int) -> str:
-    return "system" if at == 0 else f"system message {at}"
+    return [Change(cause, "system", at, at, name, detail)]
 
 
 def _system_text(was: str, now: str) -> tuple[Cause, str]:
@@ -70,7 +65,7 @@ def _system_text(was: str, now: str) -> tuple[Cause, str]:
 
 
 def _tools(was: Sequence[Shown], now: Sequence[Shown]) -> list[Change]:
-    at = next((at for at, (one, other) in enumerate(zip(was, now)) if one.text != other.text), min(len(was), len(now)))
+    at = common_ids([tool.text for tool in was], [tool.text for tool in now])
     if at == len(was) == len(now):
         return []
     old, new = [tool.name for tool in was], [tool.name for tool in now]
@@ -79,7 +74,7 @@ def _tools(was: Sequence[Shown], now: Sequence[Shown]) -> list[Change]:
     if at < len(old) and at < len(new) and old[at] == new[at]:
         cause, detail = _tool_text(was[at].text, now[at].text)
         return [Change(cause, "tools", at, at, writer, detail)]
-    said = "; ".join([*([f"added {_few(added)}"] if added else []), *([f"gone {_few(gone)}"] if gone else [])])
+    said = "; ".join(f"{what} {_few(names)}" for what, names in (("added", added), ("gone", gone)) if names)
     kept_old, kept_new = [name for name in old if name in new], [name for name in new if name in old]
     swapped = kept_old != kept_new
     here_swapped = at < len(old) and at < len(new) and old[at] in new and new[at] in old
@@ -132,7 +127,7 @@ def _prompts(was: str, now: str) -> list[Change]:
     if now.startswith(was) or was.startswith(now):
         return []
     old, new = was.split("\n"), now.split("\n")
-    at = next((at for at, (one, other) in enumerate(zip(old, new)) if one != other), min(len(old), len(new)))
+    at = common_ids(old, new)
     if at == len(old) - 1 and at < len(new) and new[at].startswith(old[at].rstrip()):
         return [Change(Cause.EDITED, "prompt", 0, 0, f"line {at + 1}", "white space at the end of the previous prompt was not kept")]
     cause, detail = _lines(old[at:], new[at:], at < len(old) / 4)

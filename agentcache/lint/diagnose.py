@@ -33,23 +33,23 @@ def diagnose(
     at = parting(new, shared)
     changes = compare(was, now)
     cost = new.tokens(again(old, new, at))
-    cause, writer, where, detail, also = _explained(was, old, new, at, changes)
+    change, also = _explained(was, old, new, at, changes)
     found = Finding(
         request=now.number,
         line=now.line,
         conversation=conversation,
         previous=was.number,
-        cause=cause,
-        writer=writer,
+        cause=change.cause,
+        writer=change.writer,
         token=shared // new.unit,
         char=new.char(shared),
         cost_tokens=cost,
-        fix=_fix(cause, writer, where, detail),
+        fix=_fix(change),
         context=_context(old, new, shared, redact),
-        detail=detail,
+        detail=change.detail,
         also=also,
         across=across,
-        pattern="" if redact or where != "system" else _pattern(was, now, cause),
+        pattern="" if redact or change.where != "system" else _pattern(was, now, change.cause),
     )
     return Diagnosis(shared // new.unit, cost, found)
 
@@ -68,24 +68,21 @@ def _pattern(was: Request, now: Request, cause: Cause) -> str:
 _WHERE = {"system": "system", "tools": "tools", "turn": "history"}
 
 
-def _explained(
-    was: Request, old: Prompt, new: Prompt, at: Parting, changes: Sequence[Change]
-) -> tuple[Cause, str, str, str, tuple[Cause, ...]]:
-    """(cause, writer, where, detail, further causes) of the first difference."""
+def _explained(was: Request, old: Prompt, new: Prompt, at: Parting, changes: Sequence[Change]) -> tuple[Change, tuple[Cause, ...]]:
+    """The change at the first difference, and the causes of further ones."""
     chosen = changes[0] if changes else None
     if isinstance(old, Tokens) and isinstance(new, Tokens):
         span = new.span_at(at.shared)
         where = _WHERE.get(span.kind) if span is not None else None
         here = [change for change in changes if change.where == where] or [change for change in changes if where is None]
         if not here and (where == "history" or not changes):
-            cause, writer, detail = own_fault(old, new, at.shared, (*was.system, *was.history))
-            if not changes or cause is not Cause.TEMPLATE:
-                return cause, writer, "template", detail, tuple(dict.fromkeys(change.cause for change in changes))
+            fault = own_fault(old, new, at.shared, (*was.system, *was.history))
+            if not changes or fault.cause is not Cause.TEMPLATE:
+                return fault, tuple(dict.fromkeys(change.cause for change in changes))
         chosen = here[0] if here else chosen
     if chosen is None:
-        return Cause.EDITED, "prompt", "prompt", "the text changed", ()
-    also = tuple(dict.fromkeys(change.cause for change in changes if change is not chosen and change.cause is not chosen.cause))
-    return chosen.cause, chosen.writer, chosen.where, chosen.detail, also
+        return Change(Cause.EDITED, "prompt", 0, 0, "prompt", "the text changed"), ()
+    return chosen, tuple(dict.fromkeys(change.cause for change in changes if change.cause is not chosen.cause))
 
 
 def _context(old: Prompt, new: Prompt, shared: int, redact: bool) -> Context:
@@ -112,19 +109,18 @@ _FIXES = {
     Cause.TEMPLATE: "Use a chat template that is prefix-preserving: {writer} renders earlier messages anew; `agentcache lint --template` shows where.",  # noqa: E501
     Cause.BOUNDARY: "End prompts where a token ends: without trailing white space, or after a special token ({writer}).",
 }
-_TEMPLATE_FIXES = {
-    Cause.REASONING: "Use a template, or an option of it, that keeps the reasoning of earlier turns: {writer} takes it out.",
-}
+_TEMPLATE_FIXES = {Cause.REASONING: "Use a template, or an option of it, that keeps the reasoning of earlier turns: {writer} takes it out."}
 _RESULTS = "Put the results before {writer} in the order of their calls, whichever came first."
 _KEYS = "Write the JSON of {writer} with its keys in one fixed order."
 _TAIL = "Keep text for one request only out of the history, or keep it for good: {writer} stands where it was taken out again."
 _IDS = "Keep the ids of tool calls as they were first sent ({writer}), or number them by position."
 
 
-def _fix(cause: Cause, writer: str, where: str, detail: str) -> str:
+def _fix(change: Change) -> str:
     """The sentence for one finding."""
+    cause, where, detail = change.cause, change.where, change.detail
     text = _FIXES[cause]
-    if writer == "template":
+    if change.writer == "template":
         text = _TEMPLATE_FIXES.get(cause, text)
     elif cause is Cause.ORDER and "keys" in detail:
         text = _KEYS
@@ -134,4 +130,5 @@ def _fix(cause: Cause, writer: str, where: str, detail: str) -> str:
         text = _IDS
     elif cause is Cause.EDITED and "taken out again" in detail:
         text = _TAIL
-    return text.format(writer="the list of tools" if where == "tools" and cause is Cause.ORDER and "keys" not in detail else writer)
+    tools = where == "tools" and cause is Cause.ORDER and "keys" not in detail
+    return text.format(writer="the list of tools" if tools else change.writer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ class Hazards:
 
     redact: bool = False
     found: dict[tuple[object, ...], Hazard] = field(default_factory=dict)
-    requests: dict[tuple[object, ...], int] = field(default_factory=dict)
+    requests: Counter[tuple[object, ...]] = field(default_factory=Counter)
     seen: dict[tuple[object, ...], set[int]] = field(default_factory=dict)
     _texts: dict[int, list[tuple[tuple[object, ...], int]]] = field(default_factory=dict)
 
@@ -31,7 +32,7 @@ class Hazards:
                     self._texts.clear()
                 self._texts[key] = list(self._spots(request, writer, text, strict))
             for name, value in self._texts[key]:
-                self.requests[name] = self.requests.get(name, 0) + 1
+                self.requests[name] += 1
                 if len(seen := self.seen.setdefault(name, set())) < 1_000:
                     seen.add(value)
 
@@ -47,24 +48,21 @@ class Hazards:
             yield name, hash(text[spot.start : spot.stop])
 
     def came_back(self, was: Request, now: Request) -> None:
-        """True if the model's recorded answer stands in the next request unchanged."""
+        """Notes a recorded answer of the model that does not stand in the next request unchanged."""
         at = len(was.history)
         if was.answer is None or at >= len(now.history) or now.history[at].role != "assistant":
             return
         back = now.history[at]
         found = turned([_plain(was.answer)], [_plain(back)])
-        if found is None or found.cause not in (Cause.ARGUMENTS, Cause.REASONING):
-            return
-        name = (found.cause, "answer")
-        detail = f"the model's answer came back changed: {found.detail}; what it generated is computed again"
-        self.found.setdefault(name, Hazard(now.number, now.line, found.cause, f"message {back.source} (assistant)", 0, "", detail))
-        self.requests[name] = self.requests.get(name, 0) + 1
+        if found is not None and found.cause in (Cause.ARGUMENTS, Cause.REASONING):
+            detail = f"the model's answer came back changed: {found.detail}; what it generated is computed again"
+            self.note(now, found.cause, f"message {back.source} (assistant)", detail, name=(found.cause, "answer"))
 
-    def note(self, request: Request, cause: Cause, writer: str, detail: str) -> None:
-        """One hazard found elsewhere."""
-        name = (cause, writer, detail)
+    def note(self, request: Request, cause: Cause, writer: str, detail: str, name: tuple[object, ...] = ()) -> None:
+        """One hazard found elsewhere, the same for all of one name: by default of one writer and detail."""
+        name = name or (cause, writer, detail)
         self.found.setdefault(name, Hazard(request.number, request.line, cause, writer, 0, "", detail))
-        self.requests[name] = self.requests.get(name, 0) + 1
+        self.requests[name] += 1
 
     def listed(self) -> list[tuple[Hazard, int, int]]:
         """(hazard, requests that had it, different values seen)."""

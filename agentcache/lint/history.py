@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..layout.tokenise import common_chars
+from ..layout.tokenise import common_chars, common_ids
 from .texts import causes, parsed, same_items, shared_end
 from .values import Cause, Said
 from .volatile import masked
@@ -75,7 +75,7 @@ def _settled(text: str) -> str:
 
 def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     """The change that keeps `now` from starting with `was`; None if there is none, or if `now` only stops earlier."""
-    first = next((at for at, (one, other) in enumerate(zip(was, now)) if one != other), min(len(was), len(now)))
+    first = common_ids(was, now)
     if first >= len(was) or first >= len(now):
         return None
     old, new = [alike(said) for said in was[first:]], [alike(said) for said in now[first:]]
@@ -129,9 +129,7 @@ def _moved(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> tupl
     best: tuple[bool, int, int, int] | None = None
     for at, key in enumerate(old):
         for found in where.get(key, ())[:MANY]:
-            run = next(
-                (n for n, (one, other) in enumerate(zip(old[at:], new[found:])) if one != other), min(len(old) - at, len(new) - found)
-            )
+            run = common_ids(old[at:], new[found:])
             rank = (at + run < len(old), at + found, at, found)
             if best is None or rank < best:
                 best = rank

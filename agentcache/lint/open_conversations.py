@@ -76,12 +76,5 @@ def _said(source: int, message: Mapping[str, Any]) -> Said:
         Call(call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False, default=repr), call.get("id"))
         for call in message.get("tool_calls", ())
     )
-    return Said(
-        message["role"],
-        str(message.get("content") or ""),
-        str(message.get("reasoning_content") or ""),
-        calls,
-        message.get("tool_call_id"),
-        message.get("name"),
-        source,
-    )
+    text, thought = (str(message.get(name) or "") for name in ("content", "reasoning_content"))
+    return Said(message["role"], text, thought, calls, message.get("tool_call_id"), message.get("name"), source)

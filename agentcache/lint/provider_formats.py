@@ -164,10 +164,10 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
     role = _ROLES.get(str(role), str(role))
     if role not in _KNOWN:
         note(f"messages[{at}]: role=%s is unknown: compared as it is", message.get("role", message.get("type")))
-    content = message.get("content")
+    content, call_id = message.get("content"), _maybe(message.get("tool_call_id"))
+    name = _maybe(message.get("name")) if role == "tool" else None
     if isinstance(content, str) and message.keys() <= _PLAIN:  # most messages
-        name = _maybe(message.get("name")) if role == "tool" else None
-        return [Said(role, content, call_id=_maybe(message.get("tool_call_id")), name=name, source=at)]
+        return [Said(role, content, call_id=call_id, name=name, source=at)]
     blocks = [block for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
     results = [block for block in blocks if block.get("type") == "tool_result"]
     rest = [block for block in content if block not in results] if results and isinstance(content, list) else content
@@ -183,8 +183,6 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
         details = _list(message.get(key), f"messages[{at}]: {key}", note)
         thoughts += [_thought(part) for part in details if isinstance(part, Mapping)]
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(key), str)), "")
-    name = _maybe(message.get("name")) if role == "tool" else None
-    call_id = _maybe(message.get("tool_call_id"))
     return [*out, Said(role, _text(rest), reasoning or "\n".join(thoughts), tuple(calls), call_id, name, at)]
 
 

@@ -25,10 +25,8 @@ RUN = 16  # ids in a row by which a text is found again at another place
 class Prompt:
     """One rendered prompt."""
 
-    # characters or token ids, a part for each writer
-    parts: tuple[Any, ...]
-    # characters that count as a token; 1 where parts are ids
-    unit: int = CHARS_PER_TOKEN
+    parts: tuple[Any, ...]  # characters or token ids, a part for each writer
+    unit: int = CHARS_PER_TOKEN  # characters that count as a token; 1 where parts are ids
 
     @property
     def text(self) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import PromptError
 from .conversations import HELD, Conversations
 from .diagnose import diagnose
 from .hazards import Hazards
 from .provider_formats import ProviderFormats
 from .render import Prompt, written
 from .sources import open_values
-from .templated import REFUSALS, Loaded, Templated, Tokens
+from .templated import Loaded, Templated, Tokens
 from .values import Cause, Finding, Hazard, Problem, Request, Step
 
 PROBLEMS = 1_000  # kept in full; further ones are counted
@@ -81,21 +82,21 @@ class Report:
         """For programs: findings, hazards, problems and totals."""
         return {
             "source": self.source,
-            "findings": [_finding(finding) for finding in self.findings],
-            "hazards": [{**_classed(asdict(hazard)), "requests": requests, "values": values} for hazard, requests, values in self.hazards],
+            "findings": [asdict(finding, dict_factory=_plain) for finding in self.findings],
+            "hazards": [
+                {**asdict(hazard, dict_factory=_plain), "requests": requests, "values": values} for hazard, requests, values in self.hazards
+            ],
             "problems": [asdict(problem) for problem in self.problems],
             "totals": self.totals(),
         }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    out = _classed(asdict(finding))
-    out["also"] = [str(cause) for cause in finding.also]
-    return out
-
-
-def _classed(found: dict[str, Any]) -> dict[str, Any]:
-    return {"class" if key == "cause" else key: str(value) if key == "cause" else value for key, value in found.items()}
+def _plain(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Fields of a finding or a hazard: causes as text, under "class"."""
+    return {
+        "class" if key == "cause" else key: str(value) if key == "cause" else [*map(str, value)] if key == "also" else value
+        for key, value in fields
+    }
 
 
 def lint(source: str | Path | Iterable[Any], options: Options | None = None, tell: Callable[[int], None] = lambda done: None) -> Report:
@@ -124,9 +125,10 @@ class _Run:
         self._names: dict[str, str] = {}
 
     def report(self) -> Report:
-        for request in self._requests():
+        first = self._options.tools_first
+        for request in self._formats.read(self._values, self._note):
             try:
-                self._step(request)
+                self._step(request if first is None else replace(request, tools_first=first))
             except RecursionError:
                 self._note(request.line, f"request {request.number}: nested too deeply to be compared: left out")
             self._tell(len(self._report.steps))
@@ -135,15 +137,11 @@ class _Run:
 
     def _note(self, line: int, said: str, *values: object) -> None:
         if len(self._report.problems) < PROBLEMS:
-            shown = tuple("..." if self._options.redact else _quoted(value) for value in values)
+            redact = self._options.redact
+            shown = tuple("..." if redact else str(value) if isinstance(value, Exception) else f"{value!r:.120}" for value in values)
             self._report.problems.append(Problem(line, said % shown if values else said))
         else:
             self._report.unread += 1
-
-    def _requests(self) -> Iterator[Request]:
-        first = self._options.tools_first
-        for request in self._formats.read(self._values, self._note):
-            yield request if first is None else replace(request, tools_first=first)
 
     def _step(self, request: Request) -> None:
         track, before = self._conversations.place(request)
@@ -186,7 +184,7 @@ class _Run:
         if self._templated is not None:
             try:
                 return self._templated.prompt(request, known)
-            except REFUSALS as error:
+            except PromptError as error:
                 self._note(request.line, f"request {request.number}: compared in characters ({type(error).__name__}), since %s", error)
         return written(request)
 
@@ -198,10 +196,6 @@ class _Run:
         if not self._options.redact:
             return name
         return self._names.setdefault(name, f"conversation {len(self._names) + 1}")
-
-
-def _quoted(value: object) -> str:
-    return str(value) if isinstance(value, Exception) else f"{value!r:.120}"
 
 
 def _stable(request: Request) -> Request:

@@ -52,7 +52,7 @@ def _of_object(source: str) -> Iterator[tuple[int, Any]]:
         found = [found]
     if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
         raise ConfigError(f"{source!r} gives {type(found).__name__}: it must be, or return, an iterable of requests (dicts)")
-    return ((number, value) for number, value in enumerate(found, 1))
+    return enumerate(found, 1)
 
 
 def _of_bytes(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
@@ -105,10 +105,10 @@ def _lines(head: bytes, file: IO[bytes], start: int, note: Note) -> Iterator[tup
         except RecursionError:
             note(number, "nested too deeply: left out")
         except ValueError as error:
-            note(number, _why(error, len(line)))
+            note(number, _why(error))
 
 
-def _why(error: ValueError, size: int) -> str:
+def _why(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
         half = error.pos >= len(error.doc.rstrip()) - 1 or error.msg.startswith("Unterminated string")
         return f"{'half-written' if half else 'not JSON'} ({error.msg} at column {error.colno}): left out"

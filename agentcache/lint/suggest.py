@@ -26,9 +26,8 @@ _VOLATILE = {Cause.CLOCK: "clock", Cause.ID: "id", Cause.COUNTER: "counter", Cau
 
 
 class Entry(NamedTuple):
-    """One proposed span. seen: in how many requests, as a comment."""
+    """One proposed span of the system text. seen: in how many requests, as a comment."""
 
-    where: str
     kind: str
     pattern: str
     seen: int
@@ -53,7 +52,7 @@ def toml(report: Report) -> str:
     for entry in entries(report):
         shown = re.sub(r"[^\x20-\x7e]", "?", entry.example)[:100]
         out.append(
-            f"\n# {entry.seen} times; for example: {shown}\n[[volatile]]\nwhere = {_quoted(entry.where)}\n"
+            f'\n# {entry.seen} times; for example: {shown}\n[[volatile]]\nwhere = "system"\n'
             f"class = {_quoted(entry.kind)}\npattern = {_quoted(entry.pattern)}\n"
         )
     return "".join(out)
@@ -63,13 +62,13 @@ def _changed(findings: list[Finding]) -> Iterator[Entry]:
     for finding in findings:
         kind = _VOLATILE.get(finding.cause)
         if kind is not None and 0 < len(finding.pattern) < 1_000:
-            yield Entry("system", kind, finding.pattern, 1, (finding.context.before + finding.context.now).replace("\n", " "), True)
+            yield Entry(kind, finding.pattern, 1, (finding.context.before + finding.context.now).replace("\n", " "), True)
 
 
 def _likely(hazards: list[tuple[Hazard, int, int]]) -> Iterator[Entry]:
     for hazard, requests, _ in hazards:
         if hazard.cause in _VOLATILE and hazard.writer.startswith("system") and 0 < len(hazard.pattern) < 1_000:
-            yield Entry("system", _VOLATILE[hazard.cause], hazard.pattern, requests, hazard.text.replace("\n", " ").strip())
+            yield Entry(_VOLATILE[hazard.cause], hazard.pattern, requests, hazard.text.replace("\n", " ").strip())
 
 
 def _quoted(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import embedded
-from ..errors import ConfigError, PromptError, TemplateError, ToolSchemaError
+from ..errors import ConfigError, TemplateError, ToolSchemaError
 from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
 from ..layout.spans import Frame
@@ -22,7 +22,7 @@ from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars, in_transfor
 from ..types import Span
 from .render import Prompt
 from .retokenise import resumed
-from .values import Cause, Request, Said
+from .values import Cause, Change, Request, Said
 
 
 class Loaded(NamedTuple):
@@ -78,12 +78,9 @@ class Tokens(Prompt):
     """A prompt in ids."""
 
     unit: int = 1
-    # ids, text, and where tokens end
-    encoded: Encoded = field(default=EMPTY, repr=False)
-    # one for each part
-    spans: tuple[Span, ...] = ()
-    # ids of the generation prompt
-    generation: int = 0
+    encoded: Encoded = field(default=EMPTY, repr=False)  # ids, text, and where tokens end
+    spans: tuple[Span, ...] = ()  # one for each part
+    generation: int = 0  # ids of the generation prompt
 
     @property
     def whole(self) -> Sequence[int]:
@@ -160,16 +157,15 @@ def plain_message(said: Said) -> dict[str, Any]:
     if said.reasoning:
         out["reasoning_content"] = said.reasoning
     if said.calls:
-        out["tool_calls"] = [_call(number, call.name, call.arguments, call.id) for number, call in enumerate(said.calls)]
+        out["tool_calls"] = [
+            {"id": call.id or f"call_{number:04d}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for number, call in enumerate(said.calls)
+        ]
     if said.call_id is not None:
         out["tool_call_id"] = said.call_id
     if said.name is not None:
         out["name"] = said.name
     return out
-
-
-def _call(number: int, name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
-    return {"id": call_id or f"call_{number:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _numbered(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -194,25 +190,26 @@ def openai_tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}}
 
 
-def own_fault(was: Tokens, now: Tokens, at: int, messages: tuple[Said, ...]) -> tuple[Cause, str, str]:
-    """(cause, writer, detail) where the messages only went on, and the ids did not: the template's or the tokenizer's doing."""
+def own_fault(was: Tokens, now: Tokens, at: int, messages: tuple[Said, ...]) -> Change:
+    """The change where the messages only went on, and the ids did not: the template's or the tokenizer's doing."""
     char = common_chars(was.encoded.text, now.encoded.text)
     if char >= was.char(was.stable):
-        return Cause.BOUNDARY, "tokenizer boundary", "the same characters are cut into other tokens when more text follows"
+        return _fault(Cause.BOUNDARY, "the same characters are cut into other tokens when more text follows", "tokenizer boundary")
     old_tools, new_tools = _tools_start(was), _tools_start(now)
     if old_tools != new_tools and None not in (old_tools, new_tools) and at <= min(old_tools or 0, new_tools or 0) + 8:
-        return Cause.TOOLS_MOVED, "template", f"the tools stood at token {old_tools}, now they stand at {new_tools}"
+        return _fault(Cause.TOOLS_MOVED, f"the tools stood at token {old_tools}, now they stand at {new_tools}")
     span = was.span_at(at)
     said = messages[span.message] if span is not None and span.message is not None and span.message < len(messages) else None
     old, new = was.encoded.text[max(0, char - 12) : char + 400], now.encoded.text[max(0, char - 12) : char + 400]
     lost = said is not None and bool(said.reasoning) and said.reasoning.strip()[:24] in old and said.reasoning.strip()[:24] not in new
     if lost or ("<think" in old) != ("<think" in new):
-        return Cause.REASONING, "template", "the template shows the reasoning of this message no longer"
-    return Cause.TEMPLATE, "template", "the same messages are rendered differently when more of them follow"
+        return _fault(Cause.REASONING, "the template shows the reasoning of this message no longer")
+    return _fault(Cause.TEMPLATE, "the same messages are rendered differently when more of them follow")
+
+
+def _fault(cause: Cause, detail: str, writer: str = "template") -> Change:
+    return Change(cause, "template", 0, 0, writer, detail)
 
 
 def _tools_start(prompt: Tokens) -> int | None:
     return next((span.start for span in prompt.spans if span.kind == "tools"), None)
-
-
-REFUSALS = (PromptError,)

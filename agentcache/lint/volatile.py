@@ -36,10 +36,11 @@ _VALUES = (
 )
 _VALUE = re.compile("|".join(_VALUES), re.DOTALL)
 _NO_RUN = re.compile("|".join(each for each in _VALUES if "<run>" not in each), re.DOTALL)
+_ID_WORD = r"(?:\b|_)(?:ids?|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(?:\b|_)"
 # Words before a bare number that name it (the nearest one counts), and words right after it, which count more.
 _CUES = re.compile(
     r"(?P<clock>\b(?:time|date|clock|now|today|timestamp|elapsed|uptime|since|weekday|datum|uhr)(?![a-z]))"
-    r"|(?P<id>(?:\b|_)(?:ids?|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(?:\b|_))"
+    rf"|(?P<id>{_ID_WORD})"
     r"|(?P<counter>step|turn|count|counter|iteration|attempt|remaining|left|budget|used|number|round|call|retries|version|tokens|messages|progress)",
     re.IGNORECASE,
 )
@@ -48,7 +49,7 @@ _AFTER = re.compile(
     r"|(?P<counter>%|(?:\w+\s+){0,2}(?:steps?|turns?|calls?|tokens?|messages?|attempts?|rounds?|times|iterations?|retries|tries|requests?|left|remaining|so far|used|done)\b))",  # noqa: E501
     re.IGNORECASE,
 )
-_ID_CUE = re.compile(r"(\b|_)(id|ids|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(\b|_)", re.IGNORECASE)
+_ID_CUE = re.compile(_ID_WORD, re.IGNORECASE)
 _NOW_CUE = re.compile(
     r"\b(current(ly)?|now|today(?:'s)?|as of|generated (at|on)|timestamp|date|time|updated|datum|uhrzeit)\b", re.IGNORECASE
 )
@@ -166,10 +167,8 @@ _MASKED = re.compile(
 
 def hidden(text: str) -> str:
     """The text with nothing of it left but kinds and lengths."""
-    out = []
-    for value in values(text):
-        out.append(value.text if value.kind in _PLAIN and value.text in " \n\"',.:;{}[]()<>" else f"<{value.kind} {len(value.text)}>")
-    return "".join(out)
+    shown = " \n\"',.:;{}[]()<>"
+    return "".join(text if kind in _PLAIN and text in shown else f"<{kind} {len(text)}>" for kind, text in values(text))
 
 
 def pattern(text: str, start: int, stop: int) -> str:
@@ -203,7 +202,5 @@ def _general(value: Value) -> str:
     if value.kind == "id":
         tag = re.match(r"(?![0-9a-fA-F]+-)[A-Za-z]+[_-]", value.text)
         return re.escape(tag[0]) + r"[0-9A-Za-z]+" if tag else r"[0-9A-Za-z-]+"
-    out = []
-    for run in re.finditer(r"(\d+)|([^\W\d_]+)|(\s+)|(.)", value.text):
-        out.append(r"\d+" if run[1] else r"[^\W\d_]+" if run[2] else r"\s+" if run[3] else re.escape(run[4]))
-    return "".join(out)
+    runs = re.finditer(r"(\d+)|([^\W\d_]+)|(\s+)|(.)", value.text)
+    return "".join(r"\d+" if run[1] else r"[^\W\d_]+" if run[2] else r"\s+" if run[3] else re.escape(run[4]) for run in runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,7 @@ from tests.approximate.repeated_text import DOC, FIRST, LAYERS, OTHER, calibrati
 from tests.engines import wait_until
 from tests.saved_adapters import ACTIVATED, answer, same, save_for, twin
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    """The machine decides nothing."""
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,7 @@ from tests.families import tokens
 BOOK = " ".join(f"line {at} of the other book is number {at * 31 % 89}." for at in range(30))
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    """The machine decides nothing."""
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def grades(running: Engine) -> list[str]:

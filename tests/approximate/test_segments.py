@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,7 @@ SCOPE = Scope("default", "weights")
 LENGTH = 1100
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    """The machine decides nothing."""
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- the mechanism, bit for bit where nothing differs ------------------------------------------------------------------

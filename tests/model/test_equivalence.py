@@ -33,10 +33,7 @@ def miss(name: str, dtype: torch.dtype, threads: int) -> Run:
     return run
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    """One thread unless a test asks for more: the machine decides nothing."""
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @EVERYWHERE

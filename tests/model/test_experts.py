@@ -20,9 +20,7 @@ KINDS = ["mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "glm4_moe", "qwen2_m
 NAMED = [functional.sigmoid, functional.silu, functional.gelu, functional.softplus]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

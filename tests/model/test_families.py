@@ -24,9 +24,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 BITSANDBYTES = pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- dense families ------------------------------------------------------------------------------------------------------

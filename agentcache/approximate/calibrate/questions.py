@@ -32,10 +32,8 @@ class Question:
     """A question, and the passages that were found for it, the best first."""
 
     text: str
-    # how its answer begins, given to the model; empty: it answers freely
-    begin: str
-    # right answers; none are known if empty
-    answers: tuple[str, ...]
+    begin: str  # how its answer begins, given to the model; empty: it answers freely
+    answers: tuple[str, ...]  # right answers; none are known if empty
     found: tuple[str, ...]
 
 

@@ -7,21 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .asking import (
-    OPENERS,
-    answer,
-    arguments,
-    attribute,
-    calls,
-    dump,
-    fields,
-    outcome,
-    purpose,
-    results,
-    says,
-    sentence,
-    user,
-)
+from .asking import OPENERS, answer, arguments, attribute, calls, dump, fields, outcome, purpose, results, says, sentence, user
 from .asking import Turn as T
 from .catalogs import Catalog
 from .scenarios import phrase

@@ -5,26 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from agentcache import Stream
 from agentcache import errors as own
 
+from ._answer import Answer
 from .errors import ModelTimeoutError
 
 T = TypeVar("T")
 
 
-class Closing(Protocol):
-    """What is ended by `close`, or by the end of a `with` block: a Stream, an Answer."""
-
-    def close(self) -> None: ...
-    def __enter__(self) -> object: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> bool | None: ...
-
-
 @contextmanager
-def limited(streams: Sequence[Closing], limit: float | None) -> Iterator[None]:
+def limited(streams: Sequence[Answer | Stream], limit: float | None) -> Iterator[None]:
     """The streams, ended with this block, or earlier if `limit` seconds are over."""
     late = threading.Event()
 

@@ -42,9 +42,7 @@ _INSTEAD = {
     "batch_size": "requests that are there at the same time share a forward",
     "attn_implementation": "agentcache brings its own attention",
 }
-_REFUSED = {
-    "quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)",
-}
+_REFUSED = {"quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)"}
 _UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
 
 

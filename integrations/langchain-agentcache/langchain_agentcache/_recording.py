@@ -33,34 +33,16 @@ class RequestRecorder(BaseCallbackHandler):
 
     @override
     def on_chat_model_start(
-        self,
-        serialized: dict[str, Any],
-        messages: list[list[BaseMessage]],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        tags: list[str] | None = None,
-        metadata: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, serialized: dict[str, Any], messages: list[list[BaseMessage]], *, run_id: UUID, metadata: Any = None, **kwargs: Any
     ) -> None:
         self._asked[run_id] = _request([_plain(each) for each in messages[0]], metadata, kwargs)
 
     @override
-    def on_llm_start(
-        self,
-        serialized: dict[str, Any],
-        prompts: list[str],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        tags: list[str] | None = None,
-        metadata: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], *, run_id: UUID, metadata: Any = None, **kwargs: Any) -> None:
         self._asked[run_id] = _request(prompts[0], metadata, kwargs)
 
     @override
-    def on_llm_end(self, response: LLMResult, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         asked = self._asked.pop(run_id, None)
         generation = response.generations[0][0] if response.generations and response.generations[0] else None
         if asked is None or generation is None:
@@ -72,7 +54,7 @@ class RequestRecorder(BaseCallbackHandler):
         self.recorder.record(answer=_plain(message), finish_reason=reason, usage=message.usage_metadata or {}, **asked)
 
     @override
-    def on_llm_error(self, error: BaseException, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         if (asked := self._asked.pop(run_id, None)) is not None:
             self.recorder.record(**asked)
 

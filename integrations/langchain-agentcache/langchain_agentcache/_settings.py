@@ -28,16 +28,8 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_
 _LOADING = ("device", "dtype", "weights", "load_in_4bit", "load_in_8bit", "revision", "token", "trust_remote_code")
 _FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration", "adapters")
 # What decides an answer besides the sampling, as far as the model is set to it; what a call says is added by LangChain.
-_DECIDES = (
-    "model",
-    "base_url",
-    "template_kwargs",
-    "namespace",
-    "num_ctx",
-    "format",
-    "adapter",
-    *(n for n in _FOR_ENGINE if n not in ("memory_bytes", "token")),
-)
+_OF_PROMPTS = ("model", "base_url", "template_kwargs", "namespace", "num_ctx", "format", "adapter")
+_DECIDES = (*_OF_PROMPTS, *(name for name in _FOR_ENGINE if name not in ("memory_bytes", "token")))
 # What a call may say: of LangChain itself, and of one completion.
 _OF_LANGCHAIN = {"stop", "stream", "ls_structured_output_format"}
 _OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning", "adapter"}

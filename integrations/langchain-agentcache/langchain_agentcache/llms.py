@@ -183,13 +183,11 @@ class AgentCacheLLM(Settings, BaseLLM):
             "reuse": self.reuse,
             "adapter": self.adapter,
         }
+        asked = [[Message("user", prompt)] if self.apply_chat_template else prompt for prompt in prompts]
         with ExitStack() as opened:
-            streams = [opened.enter_context(engine.stream(self._asked(prompt), **options)) for prompt in prompts]
+            streams = [opened.enter_context(engine.stream(each, **options)) for each in asked]
             opened.pop_all()
             return streams
-
-    def _asked(self, prompt: str) -> list[Message] | str:
-        return [Message("user", prompt)] if self.apply_chat_template else prompt
 
     def _texts(self, stream: Stream) -> Iterator[str]:
         """The completion piece by piece; of a chat template's answer, what is not its thought."""

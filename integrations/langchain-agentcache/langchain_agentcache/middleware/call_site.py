@@ -25,20 +25,21 @@ SHOWN = 40  # characters around a difference
 class PromptState:
     """What one request put before its newest messages."""
 
-    system: str
+    system_message: str
     tools: tuple[str, ...]
     messages: tuple[tuple[str, str], ...]
 
 
-def prompt_state(request: ModelRequest[Any], tools: Sequence[str]) -> PromptState:
+def prompt_state(request: ModelRequest[Any]) -> PromptState:
     """A request as far as a change of it costs something."""
-    return PromptState(_system(request), tuple(tools), tuple((message.type, _text(message)) for message in request.messages))
+    system = _text(request.system_message) if request.system_message else ""
+    return PromptState(system, tuple(map(tool_name, request.tools)), tuple((each.type, _text(each)) for each in request.messages))
 
 
 def change(before: PromptState, now: PromptState) -> tuple[str, str] | None:
     """(field, what changed in words), None if this request only adds to the one before."""
-    if before.system != now.system:
-        return "system_message", f"the system prompt: {_difference(before.system, now.system)}"
+    if before.system_message != now.system_message:
+        return "system_message", f"the system prompt: {_difference(before.system_message, now.system_message)}"
     if before.tools != now.tools:
         return "tools", f"the tools: {_names(before.tools, now.tools)}"
     for number, (old, new) in enumerate(zip(before.messages, now.messages, strict=False)):
@@ -51,7 +52,8 @@ def change(before: PromptState, now: PromptState) -> tuple[str, str] | None:
 
 def changed_by(request: ModelRequest[Any], field: str, own: object) -> list[str]:
     """Names of the middleware above `own` that changed this field of the request on its way."""
-    return [name for (name, _), incoming, outgoing in _changes(request, own) if _field(incoming, field) != _field(outgoing, field)]
+    states = [(name, prompt_state(incoming), prompt_state(outgoing)) for (name, _), incoming, outgoing in _changes(request, own)]
+    return [name for name, before, after in states if getattr(before, field) != getattr(after, field)]
 
 
 def selected_from(request: ModelRequest[Any], own: object) -> dict[str, Any]:
@@ -121,23 +123,11 @@ def _awaiting(task: asyncio.Task[Any]) -> tuple[asyncio.Task[Any] | None, list[F
     return None, []
 
 
-def _field(request: ModelRequest[Any], field: str) -> Any:
-    if field == "system_message":
-        return _system(request)
-    if field == "tools":
-        return [tool_name(tool) for tool in request.tools]
-    return [(message.type, _text(message)) for message in request.messages]
-
-
 def tool_name(tool: Any) -> str:
     """Of a BaseTool or a schema."""
     if isinstance(tool, dict):
         return str(tool.get("function", tool).get("name") or tool.get("type") or "")
     return str(tool.name)
-
-
-def _system(request: ModelRequest[Any]) -> str:
-    return _text(request.system_message) if request.system_message else ""
 
 
 def _text(message: BaseMessage) -> str:

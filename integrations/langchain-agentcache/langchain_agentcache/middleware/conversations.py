@@ -28,8 +28,7 @@ class Conversation:
 
     tools: dict[str, Any]
     prompt: PromptState | None = None
-    # ids of the answers that it goes on from
-    answers: frozenset[str] = frozenset()
+    answers: frozenset[str] = frozenset()  # ids of the answers that it goes on from
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def shown(self, wanted: Mapping[str, Any], choice: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         """True if this step's prompt is not the last one's with new text after it; warns of it."""
         if self.on_change == "ignore":
             return False
-        now = prompt_state(request, [tool_name(tool) for tool in request.tools])
+        now = prompt_state(request)
         before = conversation.before(now)
         found = change(before, now) if before else None
         if found is None:

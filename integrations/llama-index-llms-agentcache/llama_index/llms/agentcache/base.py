@@ -184,7 +184,7 @@ class AgentCacheLLM(ObjectLLM):
         settings, own = requests.split(self.additional_kwargs), requests.split(given)
         said, options = ({**every, **one} for every, one in zip(settings[:2], own[:2]))
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
-        tools = requests.schemas_of(given)
+        tools = given.get("tools") or ()
         offered = Offer(self._host.translator.schemas(tools)) if isinstance(messages, str) else self.offered(tools)
         ask = Ask(
             prompt=self._prompt(messages, offered),

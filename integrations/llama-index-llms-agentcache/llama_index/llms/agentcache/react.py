@@ -133,7 +133,8 @@ class StableReActAgent(ReActAgent):
             return output
         await memory.aput_messages(turns_of(steps, self.formatter.observation_role))
         await ctx.store.set(self.reasoning_key, [])
-        output.response = ChatMessage(role=output.response.role, blocks=_with_text(output.response, last.response))
+        others = [block for block in output.response.blocks if not isinstance(block, TextBlock)]
+        output.response = ChatMessage(role=output.response.role, blocks=[*others, TextBlock(text=last.response)])
         return output
 
 
@@ -151,8 +152,3 @@ def _whole(response: ChatResponse) -> ChatResponse:
     if told.get("finish_reason") == "length" and "Action:" in text and "Answer:" not in text:
         raise NoToolCallError(f"the step {text!r:.300} was cut off after {length_of(told)} tokens; raise max_tokens")
     return response
-
-
-def _with_text(message: ChatMessage, text: str) -> list[Any]:
-    """The message's blocks with `text` in place of what it said."""
-    return [*(block for block in message.blocks if not isinstance(block, TextBlock)), TextBlock(text=text)]

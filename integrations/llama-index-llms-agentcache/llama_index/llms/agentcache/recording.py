@@ -36,16 +36,8 @@ class RequestRecorder(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Write down a request that has ended."""
         if isinstance(event, ReceiptEvent):
-            told = event.receipt
-            self._recorder.record(
-                event.prompt,
-                event.tools,
-                event.answer,
-                conversation=self._conversation,
-                model=told["model"],
-                finish_reason=told["finish_reason"],
-                usage=told["usage"],
-            )
+            about = {name: event.receipt[name] for name in ("model", "finish_reason", "usage")}
+            self._recorder.record(event.prompt, event.tools, event.answer, conversation=self._conversation, **about)
 
     def __enter__(self) -> RequestRecorder:
         get_dispatcher().add_event_handler(self)

@@ -13,7 +13,7 @@ from agentcache import Engine, Message, Sampling, Stream, foreign_settings
 from agentcache.errors import ConfigError, ToolSchemaError
 
 from .names import said as in_our_words
-from .tools import Offer, Schema
+from .tools import Offer
 
 SAMPLING = tuple(one.name for one in fields(Sampling))
 REQUEST = ("volatile", "namespace", "reuse", "rendering", "tools_order", "group", "session", "adapter", "template_kwargs")
@@ -113,8 +113,3 @@ def _texts(stop: Any) -> tuple[str, ...]:
     if not isinstance(stop := stop or (), (str, list, tuple)):
         raise ConfigError(f"stop={stop!r:.200}: must be a text or a list of texts")
     return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def schemas_of(given: Mapping[str, Any]) -> Sequence[Schema]:
-    """The tools among a call's keywords."""
-    return given.get("tools") or ()
