@@ -26,9 +26,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once 
 def pytest_collection_finish() -> None:
     """Leave what was imported out of collections. Let Hypothesis draw no numbers that stand in modules loaded by then: examples of
     derandomized tests would depend on what else was imported."""
-    providers = sys.modules.get("hypothesis.internal.conjecture.providers")
-    if (none := getattr(providers, "_local_constants", None)) is not None:
-        providers._get_local_constants = lambda: none  # type: ignore[union-attr]
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        none = providers.Constants()
+        providers._get_local_constants = lambda: none  # type: ignore[attr-defined]
     gc.freeze()
 
 

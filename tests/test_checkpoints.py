@@ -325,7 +325,7 @@ def test_keys_from_disk_beside_other_checkpoints_promise_no_bits(tmp_path: Path,
     assert said.receipt.bitwise <= torch.equal(one(shorter, tools=(), reuse="off")[1], logits)
 
 
-def test_pages_of_fewer_bits_without_a_checkpoint_leave_a_request_exact(tmp_path: Path, asking: Callable[..., Asking]) -> None:
+def test_fewer_bits_without_a_checkpoint_leave_a_request_exact(tmp_path: Path, asking: Callable[..., Asking]) -> None:
     options = StoreOptions(tmp_path / "store", precision="int8")
     one = asking("qwen3_5_text", options)
     one([SYSTEM, user(WORDS * 30)], tools=())
