@@ -1,6 +1,6 @@
 """agentcache's errors under LangChain's names, so that both `except` clauses work. Knows nothing of how they come about.
 
-ContextOverflowError        the prompt does not fit; SummarizationMiddleware shortens it and tries again
+ContextOverflowError        the prompt does not fit; SummarizationMiddleware shortens what it summarises, and tries again
 ModelInvalidRequestError    messages, tools or settings that cannot work
 ModelNotFoundError          there is no such model
 ModelTimeoutError           `timeout` has passed; may be tried again
@@ -8,6 +8,8 @@ ModelFailedError            the request failed while it ran
 ModelUnusableError          the model is there and cannot be used
 OutputCutError              max_tokens, or a stop string, ended an object or a call before it was whole
 EngineClosedError           the engine that was given is closed
+ModelConnectionError        no server answers at `base_url`; may be tried again
+ModelPermissionDeniedError  a rule of the engine's policy, or of the server's, refuses it
 StoreUnusableError          `cache_dir` cannot be opened, or not be trusted
 """
 
@@ -23,9 +25,11 @@ from agentcache import errors as own
 __all__ = [
     "ContextOverflowError",
     "EngineClosedError",
+    "ModelConnectionError",
     "ModelFailedError",
     "ModelInvalidRequestError",
     "ModelNotFoundError",
+    "ModelPermissionDeniedError",
     "ModelTimeoutError",
     "ModelUnusableError",
     "StoreUnusableError",
@@ -71,6 +75,14 @@ class EngineClosedError(theirs.ModelError, own.EngineClosedError):
     """The engine that was given with `engine=` was closed."""
 
 
+class ModelConnectionError(theirs.ModelConnectionError, EngineClosedError):
+    """No server answers at `base_url`."""
+
+
+class ModelPermissionDeniedError(theirs.ModelPermissionDeniedError, own.PolicyError):
+    """A rule of the engine's policy, or of the server's, refuses it."""
+
+
 class StoreUnusableError(theirs.ModelError, own.StoreError):
     """The folder of `cache_dir` cannot be opened, or belongs to another user; `__cause__` says which of agentcache's errors it is."""
 
@@ -93,7 +105,10 @@ def translated() -> Iterator[None]:
         raise ModelFailedError(str(error)) from error
     except own.ModelError as error:
         raise ModelUnusableError(str(error)) from error
+    except own.PolicyError as error:
+        raise ModelPermissionDeniedError(str(error)) from error
     except own.EngineClosedError as error:
-        raise EngineClosedError(str(error)) from error
+        of_network = type(error.__cause__).__module__.partition(".")[0] == "httpx"
+        raise (ModelConnectionError if of_network else EngineClosedError)(str(error)) from error
     except own.StoreError as error:
         raise StoreUnusableError(str(error)) from error

@@ -14,7 +14,7 @@ pytest.importorskip("llguidance", reason="the embedded model's calls are held to
 
 from langchain.agents import create_agent
 from langchain_agentcache import AgentCacheLLM, CacheAwareOrder, ChatAgentCache, LearnDocuments
-from langchain_agentcache.errors import EngineClosedError, ModelInvalidRequestError
+from langchain_agentcache.errors import EngineClosedError, ModelConnectionError, ModelInvalidRequestError
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -111,8 +111,10 @@ def test_settings_of_a_server_are_refused() -> None:
         ChatAgentCache(base_url="http://127.0.0.1:9", device="cpu")
     with pytest.raises(ModelInvalidRequestError, match="on a server the API key decides"):
         ChatAgentCache(base_url="http://127.0.0.1:9", namespace="mine").invoke("When?")
-    with pytest.raises(EngineClosedError, match="no server answers"):
+    with pytest.raises(EngineClosedError, match="no server answers") as caught:
         ChatAgentCache(base_url="http://127.0.0.1:9").invoke("When?")
+    assert isinstance(caught.value, ModelConnectionError)
+    assert caught.value.is_retryable, "as ModelRetryMiddleware asks"
 
 
 def test_a_written_model_names_its_server(url: str) -> None:

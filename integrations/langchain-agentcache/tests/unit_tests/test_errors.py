@@ -135,6 +135,17 @@ def test_a_closed_engine(model_folder: str) -> None:
     assert isinstance(caught.value, own.EngineClosedError)
 
 
+def test_what_a_policy_refuses(model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text('[[rule]]\nname = "none"\nrequests = 1\ngroups = []')
+    with Engine(model_folder, store=None, memory_bytes=1 << 20, policy=tmp_path / "policy.toml") as engine:
+        chat = ChatAgentCache(engine=engine, max_tokens=1)
+        with pytest.raises(errors.ModelPermissionDeniedError, match="'none'") as caught:
+            chat.warm("You keep a light.", name="lights")
+        assert isinstance(caught.value, theirs.ModelPermissionDeniedError)
+        with engine.stream("Fog."), pytest.raises(errors.ModelPermissionDeniedError, match="has 1 requests running"):
+            chat.invoke("x")
+
+
 def test_middleware_that_cannot_work(chat: Make) -> None:
     from langchain.agents import create_agent
 
