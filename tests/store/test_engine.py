@@ -278,7 +278,7 @@ def test_invalidated_weights_find_only_their_own_pages(tmp_path: Path) -> None:
 def test_what_is_on_disk_is_not_written_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
     write = blob_io.write
-    monkeypatch.setattr(blob_io, "write", lambda folder, row, page: (writes.append(row.place), write(folder, row, page))[1])
+    monkeypatch.setattr(blob_io, "write", lambda folder, row, *page: (writes.append(row.place), write(folder, row, *page))[1])
     with engine(model=model, store=tmp_path / "store") as first:
         for _ in range(3):
             first.generate(TURNS, sampling=decode(3))
