@@ -129,6 +129,10 @@ class Eviction:
                 self.host_bytes += sign * size if tier == "host" else 0
         entry.counted = entry.counted if sign > 0 else ()
 
+    def holds(self, page: Page) -> bool:
+        """Tell whether an entry holds the memory of this page."""
+        return id(page) in self._held
+
     def shared(self, entry: Entry) -> bool:
         """Tell whether another entry holds the memory of its page, too."""
         return self._held[id(entry.page)][0] > 1

@@ -232,6 +232,8 @@ class PrefixTree:
         if child is not None and run == len(child.ids):
             assert child.page is not None
             lent = {slots: known for slots, known in child.page.checkpoints.items() if slots <= run and slots not in page.checkpoints}
+            if parent.scope.precision != "exact" and self.eviction.holds(page):
+                lent = {}  # it is lent to this scope: exact requests start from the checkpoints of this very page
             numerics |= _mixed(child.first, page.checkpoints, lent)
             page.checkpoints = lent | page.checkpoints
             if lent or page is child.page:  # one that has grown may have taken checkpoints meanwhile
@@ -255,7 +257,7 @@ class PrefixTree:
         """Add those that another page with the same first tokens has: a sequence that was branched made them, in pieces of its own."""
         assert entry.page is not None
         if entry.scope.precision != "exact" and self.eviction.shared(entry):
-            return  # it is lent: exact requests start from the checkpoints of this very page
+            return  # it is lent, as in _keep
         held = entry.page.checkpoints
         new = {slots: known for slots, known in page.checkpoints.items() if slots <= tokens}
         if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:

@@ -136,6 +136,24 @@ def test_a_lent_page_takes_no_checkpoints_of_fewer_bits() -> None:
     assert tree.checkpoints(HERE, as_ids(range(512))) == {}
 
 
+def test_a_lent_page_takes_none_of_the_lossy_one_before() -> None:
+    tree, lossy = PrefixTree(1 << 30), replace(HERE, precision="int8")
+    tree.admit(lossy, *prompt(448, {448: checkpoint()}), "n")
+    tree.admit(HERE, *prompt(512, {64: checkpoint()}), "n")
+    lend(tree, lossy, as_ids(range(513)))
+    assert [*tree.checkpoints(HERE, as_ids(range(512)))] == [*tree.checkpoints(lossy, as_ids(range(512)))] == [64]
+
+
+def test_a_lent_page_keeps_its_pinned_checkpoint() -> None:
+    tree, lossy = PrefixTree(1 << 30), replace(HERE, precision="int8")
+    ids, pages = prompt(512, {at: checkpoint(1 << 20) for at in (64, 128, 448)})
+    tree.admit(HERE, ids, pages, "n")
+    tree.pin(HERE, ids[:128])
+    lend(tree, lossy, as_ids(range(513)))
+    thin(tree, tree.path(lossy, ids), 0)
+    assert 128 in tree.checkpoints(HERE, ids)
+
+
 def test_a_copy_has_the_checkpoints_of_its_tokens() -> None:
     _, (page,) = prompt(512, {64: checkpoint(), 448: checkpoint()})
     before = page.checkpoints
