@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,12 @@ def prompt(number: int) -> np.ndarray:
     return as_ids(list(range(10_000 * number, 10_000 * number + 1024 + 50 + number % 7)))
 
 
-def admit(store: Store, number: int) -> None:
-    ids = prompt(number)
-    pages = [Page(SPEC) for _ in range(3)]
+def admit(store: Store, number: int, pages_of_it: int = 3, prefix_tokens: int = 512) -> None:
+    ids = prompt(number)[: 512 * pages_of_it]
+    pages = [Page(SPEC) for _ in range(pages_of_it)]
     for page, start in zip(pages, range(0, len(ids), 512), strict=True):
         content(page, ids[start : start + 512])
-    store.admit(SCOPE, ids, pages, "n", 512)
+    store.admit(SCOPE, ids, pages, "n", prefix_tokens)
 
 
 def served(disk: DiskTier, number: int) -> tuple[int, list[StoreError]]:
@@ -626,6 +627,20 @@ def test_a_page_that_is_evicted_at_once_is_no_failure(tmp_path: Path, monkeypatc
     admit(store, 1)
     assert store.flush(60)
     assert disk.writer.counts == {"evicted": 1, "parent missing": 2}
+    store.close()
+
+
+def test_conversations_make_room_among_unused_prefixes(tmp_path: Path) -> None:
+    """Their own first pages were chosen to go, spared, and counted all the same."""
+    store = Store(1 << 24, options=StoreOptions(tmp_path / "store"))
+    assert store.disk
+    for number in range(8):
+        admit(store, number, 1)
+    assert store.flush(60)
+    store.disk.options = replace(store.disk.options, disk_bytes=store.disk.index.total()[1])
+    for count in (1, 2, 3):
+        admit(store, 9, count, prefix_tokens=0)
+        assert store.flush(60), store.disk.writer.failure
     store.close()
 
 

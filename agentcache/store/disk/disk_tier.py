@@ -293,13 +293,11 @@ class DiskTier:
             at = at.parent
         room = max(need, min(ROOM * need, budget // 8))
         for _ in range(TRIES):
-            blob_files.remove(
-                self.folder, self.index.remove([row.id for row in self.index.victims(used + room - budget) if row.id not in above])
-            )
+            blob_files.remove(self.folder, self.index.remove([row.id for row in self.index.victims(used + room - budget, above)]))
             used = self.index.total()[1]
             if used + need <= budget:
                 return True
-        self.writer.failure = f"{full}: what is stored is pinned by running processes, and {need} bytes more do not fit"
+        self.writer.failure = f"{full}: what is stored is pinned by processes or precedes this page, and {need} bytes more do not fit"
         return False
 
     def forget(self, keys: Sequence[bytes], fingerprint: str, grade: Grade = "exact") -> None:

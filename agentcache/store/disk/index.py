@@ -331,17 +331,17 @@ class Index(IndexMetadata):
 
         return self._write(removes, []) if wanted else []
 
-    def victims(self, need_bytes: int) -> list[Row]:
+    def victims(self, need_bytes: int, spared: Collection[int] = ()) -> list[Row]:
         """Choose pages to evict for so many bytes, in order: quarantined ones, then by role and last use, a page never before its children.
 
-        Pages that running processes pin are left out; all there is, if that does not suffice.
+        Pages that running processes pin, and those spared, are left out; all there is, if that does not suffice.
         """
         from . import eviction_order  # most requests make no room
 
         sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
 
         def choose(connection: sqlite3.Connection) -> list[Row]:
-            chosen = eviction_order.victims(connection, need_bytes, pinned(connection))
+            chosen = eviction_order.victims(connection, need_bytes, pinned(connection).union(spared))
             return self._sound(connection.execute(sql, (id,)).fetchone() for id in chosen)
 
         return self._snapshot(choose)
