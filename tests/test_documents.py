@@ -121,6 +121,9 @@ def test_learnt_texts_need_no_memory_once_they_are_written(tmp_path: Path) -> No
         running.learn(TEXTS, pack_tokens=300)
         assert running.store.audit()["pins"] == 0
         assert running.store.audit()["disk_pins"] > 0
+        assert all(running.release(group.name) for group in running.groups)
+        assert running.flush()
+        assert running.store.audit()["disk_pins"] == 0
     with engine(store=None) as running:
         running.learn(TEXTS, pack_tokens=300)
         assert running.store.audit()["pins"] > 1

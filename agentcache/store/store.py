@@ -303,8 +303,9 @@ class Store:
         return pages
 
     def release_pin(self, name: PinName) -> None:
-        """Take back one pin of that name; no effect if there is none."""
-        if self.tree.release_pin(name) and (disk := self.disk):
+        """Take back one pin of that name, in each tier that has one: memory lets go of learnt documents before."""
+        self.tree.release_pin(name)
+        if disk := self.disk:
             disk.writer.after(lambda: disk.release_pin(name))
 
     def record(self, group: ToolGroup) -> None:

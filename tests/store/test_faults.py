@@ -24,10 +24,10 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.errors import BlobError, StoreError, StoreFormatError, StorePermissionError, StoreWarning
+from agentcache.errors import BlobError, StoreError, StoreFormatError, StoreFullError, StorePermissionError, StoreWarning
 from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
-from agentcache.store.disk import blob_files, blob_io, process_identity
+from agentcache.store.disk import blob_files, blob_io, process_identity, writer
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
@@ -36,7 +36,7 @@ from agentcache.store.keys import Role, Scope, as_ids
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests import models
-from tests.engines import chat, check_store, decode, engine, long_text
+from tests.engines import chat, check_store, decode, engine, long_text, wait_until
 
 TURNS = chat(long_text(230))  # three pages
 SPEC = KVSpec(2, 1, 8, torch.bfloat16)
@@ -627,6 +627,29 @@ def test_a_page_that_is_evicted_at_once_is_no_failure(tmp_path: Path, monkeypatc
     admit(store, 1)
     assert store.flush(60)
     assert disk.writer.counts == {"evicted": 1, "parent missing": 2}
+    store.close()
+
+
+def test_a_pin_that_cannot_be_released_is_released_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It held its pages until the process ended."""
+    monkeypatch.setattr(writer, "PAUSE_S", 0.1)
+    store = Store(1 << 24, options=StoreOptions(tmp_path / "store"))
+    assert store.disk
+    release, left = store.disk.index.release_pins, [StoreFullError("full")]
+
+    def refused(*asked: Any) -> None:
+        if left:
+            raise left.pop()
+        release(*asked)
+
+    monkeypatch.setattr(store.disk.index, "release_pins", refused)
+    admit(store, 1)
+    store.pin(SCOPE, prompt(1))
+    assert store.flush(60)
+    store.release_pin(SCOPE.pin_name(prompt(1)))
+    assert not store.flush(60)
+    assert wait_until(lambda: store.flush(60))
+    assert store.audit()["disk_pins"] == 0
     store.close()
 
 

@@ -339,9 +339,14 @@ class DiskTier:
         return {row for held in self._pinned.get(name, ()) for row in held}
 
     def release_pin(self, name: Hashable) -> None:
-        """Take back the pin of that name; no effect if there is none."""
+        """Take back the pin of that name, later where that fails; no effect if there is none."""
         if held := self._pinned.get(name):
-            self.index.release_pins(held.pop(), self.process)
+            try:
+                self.index.release_pins(held[-1], self.process)
+            except StoreError:  # a full disk, or one that others are busy with
+                self.writer.after(lambda: self.release_pin(name))
+                raise
+            held.pop()
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the store's counters, after the answers."""
