@@ -184,7 +184,7 @@ class Sessions:
             return
         with self._lock:
             named = {bytes.fromhex(key) for one in self._held.values() if one.group.scope == group.scope for key in one.group.page_keys}
-        tree, first = self._store.tree, dict[bytes, Entry]()
+        tree, first = self._store.tree, dict[int, Entry]()
         with tree.lock:
             for entry in tree.eviction:  # children before their parents
                 goes = (
@@ -193,8 +193,8 @@ class Sessions:
                     and entry.key not in named
                     and not entry.pins
                 )
-                if goes and entry.children.keys() <= first.keys():
-                    entry.role, first[entry.key] = Role.TURN, entry
+                if goes and all(id(child) in first for child in entry.children.values()):
+                    entry.role, first[id(entry)] = Role.TURN, entry
             tree.eviction.retire(list(first.values())[::-1])
         if disk := self._store.disk:
 

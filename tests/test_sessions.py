@@ -6,9 +6,11 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from agentcache.store.disk import blob_files, session_rows
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role
+from agentcache.store.lent_pages import lend
 from tests import models
 from tests.asking import Asking, user
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
@@ -440,6 +443,19 @@ def test_a_branch_that_was_left_goes_first(model: Any, tmp_path: Path) -> None:
         assert left
         assert {entry.key for entry in running.store.tree.entries()[: len(left)]} == left
         assert {row.page_key for row in running.store.disk.index.victims(1)} <= left
+        check_store(running.store)
+
+
+def test_a_branch_that_was_left_goes_first_in_all_grades(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=StoreOptions(tmp_path / "store", turns="int8")) as running:
+        tree, session = running.store.tree, running.session("alice")
+        talk(running.session("bob"), FIRST, system="Other." + LONG)
+        others = {entry.key for entry in tree.entries()}
+        talk(session, FIRST)
+        path = [entry for entry in tree.entries() if entry.key not in others][::-1]
+        lend(tree, replace(path[0].scope, precision="int8"), np.concatenate([*(entry.ids for entry in path), path[0].ids]))
+        talk(session, SECOND)
+        assert {entry.key for entry in tree.entries()[:4]} == {entry.key for entry in path[-2:]}
         check_store(running.store)
 
 

@@ -60,9 +60,13 @@ class Eviction:
         self._count(entry, 1)
 
     def touch(self, path: Sequence[Entry]) -> None:
-        """Count the pages of a path, root first, as used now."""
+        """Count the pages of a path, root first, and those that it continues, as used now."""
         for entry in reversed(path):  # parents last: the oldest is always a leaf
             self._order.move_to_end(id(entry))
+        above = path[0].parent if path else None
+        while above is not None and above.page is not None:
+            self._order.move_to_end(id(above))
+            above = above.parent
 
     def retire(self, path: Sequence[Entry]) -> None:
         """Count pages, root first, as the ones used longest ago."""

@@ -265,6 +265,16 @@ def test_lent_pages_are_evicted_as_others_are() -> None:
     assert store.bytes == 2 * SPEC.page_bytes
 
 
+def test_pages_amid_a_prompt_are_used_with_those_before_them() -> None:
+    store = PrefixTree(4 * SPEC.page_bytes)
+    ids = [*page_of(1), *page_of(2)]
+    keep(store, ids)
+    keep(store, page_of(3))
+    assert store.use(store.path(HERE, as_ids(ids))[1:])
+    check_store(store)
+    assert [entry.ids[0] for entry in store.entries()] == [3, 2, 1]
+
+
 def test_changes_tells_whether_a_match_may_differ() -> None:
     store = PrefixTree(100 * SPEC.page_bytes)
     keep(store, page_of(1))
