@@ -44,6 +44,10 @@ class Deletion:
             return False
         return scope.fingerprint.endswith(self.fingerprint) and self.namespace in (None, scope.namespace)
 
+    def near(self, scope: Scope) -> bool:
+        """Tell whether pages of this scope may hold moved text of the tool group or session, or go on from it."""
+        return bool(self.group) and scope.precision == "approximate" and scope.namespace == self.namespace
+
     def names(self, namespace: str, name: str) -> bool:
         """Tell whether it is about the tool group of this name."""
         return self.group == name and self.namespace == namespace
@@ -52,6 +56,8 @@ class Deletion:
         """Tell whether a sequence of these ids holds deleted pages."""
         if self.group is None:
             return self.covers(scope.namespace, made) or self.about(scope)
+        if self.near(scope):
+            return True
         if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
         pages = {*chain(scope.root, ids[: self.prefix_tokens]), *chain(scope.root, ids)}
@@ -63,6 +69,8 @@ class Deletion:
             return False
         if self.group is None:
             return self.covers(entry.scope.namespace, entry.made) or self.about(entry.scope)
+        if self.near(entry.scope):
+            return True
         if (entry.scope.namespace, entry.scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
         if entry.key in self.keys:

@@ -262,6 +262,17 @@ def test_segments_never_cross_a_namespace() -> None:
         assert running.generate(OTHER, sampling=GREEDY, namespace="victim").receipt.segments
 
 
+def test_a_forgotten_tool_group_is_not_in_pages_with_segments() -> None:
+    with engine() as running:
+        running.warm(OTHER[0]["content"], name="desk")
+        running.generate(FIRST, sampling=GREEDY)
+        assert running.generate(OTHER, sampling=GREEDY).receipt.segment_tokens
+        assert "approximate" in {entry.scope.precision for entry in running.store.tree.entries()}
+        assert running.forget(group="desk").memory_pages > 1
+        assert "approximate" not in {entry.scope.precision for entry in running.store.tree.entries()}
+        assert running.generate(OTHER, sampling=GREEDY).receipt.segment_tokens
+
+
 def test_a_probe_that_fails_refuses_the_segment_and_computes() -> None:
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
