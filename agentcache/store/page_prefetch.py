@@ -152,7 +152,7 @@ class PagePrefetch:
         if found is None:
             self._take_lease(known)
             return
-        if self._precision != "exact" and found.tokens <= self._exactly_known():
+        if self._precision != "exact" and found.tokens <= self._exactly_known().tokens:
             self.state = State.DONE
             return
         compute_ms = self._compute_ms(found, known)
@@ -165,9 +165,9 @@ class PagePrefetch:
         self.state = State.READING
         self._read = _Read(self._disk, found, generation, self._wanted.spec, self._wake)
 
-    def _exactly_known(self) -> int:
-        """Tokens that memory holds exactly, where less would do."""
-        return self._tree.match(replace(self._scope, precision="exact"), self._ids, peek=True).tokens
+    def _exactly_known(self) -> Match:
+        """The prefix that memory holds exactly, where less would do."""
+        return self._tree.match(replace(self._scope, precision="exact"), self._ids, peek=True)
 
     def _compute_ms(self, found: DiskMatch, known: Match) -> float:
         gain_ms = self._wanted.gain_ms
@@ -221,10 +221,21 @@ class PagePrefetch:
                 return  # their parent was evicted meanwhile
             rows, pages = found.rows[:good], [*known.pages[: found.place], *read.pages[:good]]
             end = found.place * PAGE_TOKENS + sum(found.counts[:good])
+            if self._precision != "exact":
+                self._keep_exact(read, good)
             entries = self._adopt(self._scope, self._ids[:end].tolist(), pages, rows, read.generation)
         assert len(entries) == len(rows) or not entries
         self.tokens += max(0, min(end, len(self._ids) - 1) - known.tokens)
         self.bytes += sum(row.bytes for row in rows)
+
+    def _keep_exact(self, read: _Read, good: int) -> None:
+        """Keep pages that are exact on disk, and go on from exact ones, as such: the request, to which they are lent, is exact so far."""
+        known, found = self._exactly_known(), read.found
+        count = next((at for at, row in enumerate(found.rows[:good]) if row.precision != "exact"), good)
+        if count and known.tokens // PAGE_TOKENS >= found.place:
+            end, pages = found.place * PAGE_TOKENS + sum(found.counts[:count]), [*known.pages[: found.place], *read.pages[:count]]
+            scope = replace(self._scope, precision="exact")
+            self._adopt(scope, self._ids[:end].tolist(), pages, found.rows[:count], read.generation)
 
     # -- from another process --------------------------------------------------------------------------------------
 

@@ -86,14 +86,17 @@ def test_lossy_pages_serve_by_consent_only(model: Any, tmp_path: Path, precision
         assert third.scheduler.hit_audit.checked == 0, "lossy hits are not compared with exact ones"
 
 
-def test_an_exact_store_serves_lossy_requests_exactly(model: Any, tmp_path: Path) -> None:
-    with engine(model=model, store=tmp_path / "store") as first:
+@pytest.mark.parametrize("turns", ["exact", "int8"])  # none of which are stored in fewer bits yet
+def test_an_exact_store_serves_lossy_requests_exactly(model: Any, tmp_path: Path, turns: Any) -> None:
+    options = StoreOptions(tmp_path / "store", turns=turns)
+    with engine(model=model, store=options) as first:
         ids = first.generate(TURNS, sampling=decode()).ids
-    with engine(model=model, store=tmp_path / "store", reuse="lossy") as second:
+    with engine(model=model, store=options, reuse="lossy") as second:
         done = second.generate(TURNS, sampling=decode())
         assert done.ids == ids
         assert done.receipt.disk_tokens > 1000
         assert (done.receipt.precision, done.receipt.bitwise) == ("exact", True)
+        assert {kind for _, kind in rows(second)} == {"exact"}
 
 
 def test_exact_pages_of_an_earlier_setting_stay_exact(model: Any, tmp_path: Path) -> None:
