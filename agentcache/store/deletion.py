@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from ..types import Precision
 from .keys import Ids, Scope, chain, page_key
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Deletion:
 
     def near(self, scope: Scope) -> bool:
         """Tell whether pages of this scope may hold moved text of the tool group or session, or go on from it."""
-        return bool(self.group) and scope.precision == "approximate" and scope.namespace == self.namespace
+        return bool(self.group) and scope.precision not in get_args(Precision) and scope.namespace == self.namespace
 
     def names(self, namespace: str, name: str) -> bool:
         """Tell whether it is about the tool group of this name."""
