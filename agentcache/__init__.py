@@ -6,6 +6,8 @@ Importing this package loads neither torch nor transformers nor any framework: p
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ from .types import (
     Tool,
     ToolCall,
 )
+
+# Read where torch is loaded: threads that spin for long beside a busy program take each other's cores, and tokens take ten times as long
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -23,6 +24,24 @@ def _loaded(statement: str) -> set[str]:
     program = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "spins"),
+    [
+        ("agentcache", {}, "2000"),
+        ("agentcache", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("agentcache", {"OMP_WAIT_POLICY": "passive"}, ""),
+        ("torch", {}, ""),
+    ],
+)
+def test_threads_that_wait_soon_sleep(first: str, given: dict[str, str], spins: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    program = f"import os, {first}, agentcache; print(os.environ.get('GOMP_SPINCOUNT', ''))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**environment, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == spins
 
 
 # -- the public face -----------------------------------------------------------------------------------------------

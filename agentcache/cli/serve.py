@@ -39,7 +39,6 @@ def serve(
     store: StoreOption = None,
 ) -> None:
     """Serve models over HTTP: OpenAI's API, tool groups, and a page."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # before torch: threads that spin for long take the cores from the clients
     with report_errors():
         try:
             import uvicorn
