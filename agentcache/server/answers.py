@@ -84,7 +84,7 @@ async def opened(
     name = model if model is not None and state.models.get(model) else state.models.first.name
     if state.closing.is_set():
         raise _closing()
-    stack.enter_context(state.tenants.admit(tenant))
+    stack.enter_context(state.admit(tenant))
     engine = await stack.enter_async_context(state.models.use(model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)

@@ -148,7 +148,7 @@ async def pin(name: str, body: PinBody, request: Request) -> Response:
 
 async def _registered(group: Registered, request: Request) -> Response:
     state, tenant = _state(request), _tenant(request)
-    with state.tenants.admit(tenant):
+    with state.admit(tenant):
         async with state.models.use(group.model) as engine:
             made = await _warmed(engine, group, tenant)
             state.tools.add(group)

@@ -160,7 +160,7 @@ async def _run(request: Request, model: str | None, work: Callable[[Engine, Tena
     """The result of `work` with an engine, on a thread."""
     state: ServerState = request.app.state.server
     tenant: Tenant = request.state.tenant
-    with state.tenants.admit(tenant):
+    with state.admit(tenant):
         async with state.models.use(model) as engine:
             return await anyio.to_thread.run_sync(work, engine, tenant)
 

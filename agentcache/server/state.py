@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from .records import Records
 from .registered_tools import Registered, RegisteredTools
 from .served_models import ServedModel, ServedModels, adapter_of
 from .stored_responses import StoredResponses
-from .tenants import Tenants
+from .tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -64,6 +64,15 @@ class ServerState:
                     adapter = adapter_of(engine, group.model)
                     engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace, adapter=adapter)
         return engine
+
+    @contextmanager
+    def admit(self, tenant: Tenant) -> Iterator[None]:
+        """Count one running request, and let those who follow the status see that it is over. ServerError 429: as of `Tenants.admit`."""
+        try:
+            with self.tenants.admit(tenant):
+                yield
+        finally:
+            self.records.wake()
 
     def groups(self, namespace: str | None) -> list[Registered]:
         """The tool groups of a namespace, None for all: those that are registered, then those that clients pinned through /v1/engine."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentcache.server.records import Records
 from agentcache.server.registered_tools import Registered, RegisteredTools
+from tests.engines import wait_until
 from tests.serving import ASKED, SYSTEM, TIDE, Served, embedded, ready, serving
 
 GROUP = {"name": "desk", "system": SYSTEM, "tools": [TIDE]}
@@ -94,6 +96,21 @@ def test_status_tells_of_groups_tiers_and_requests(served: Served) -> None:
     ):
         assert name in metrics, name
     assert SYSTEM[:20] not in str(status)
+
+
+def test_who_follows_the_status_sees_requests_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    wake = Records.wake
+
+    def told(self: Records) -> None:
+        running.append(served.state.tenants.running)
+        wake(self)
+
+    monkeypatch.setattr(Records, "wake", told)
+    with served.client() as http:
+        assert http.post("/v1/completions", json={"prompt": "Fog.", "max_tokens": 1}).status_code == 200
+    assert wait_until(lambda: running[-1:] == [0])
+    assert 1 in running
 
 
 def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
