@@ -52,7 +52,7 @@ from .types import (
     ToolCall,
 )
 
-# Read where torch is loaded: threads that spin for long beside a busy program take each other's cores, and tokens take ten times as long
+# OpenMP reads it when torch is loaded. Beside a busy program, threads that spin for long take each other's cores: ten times the wait
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

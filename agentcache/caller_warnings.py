@@ -74,14 +74,15 @@ def _of_pool(worker: FrameType, passed: list[Any]) -> FrameType | None:
 
     passed: pools whose frames were looked at already; adds this one.
     """
-    pool = worker.f_locals["executor_reference"]()
+    reference = worker.f_locals.get("executor_reference")  # a name in the standard library's own code
+    pool = reference() if reference is not None else None
     if pool is None or pool in passed:
         return None
     passed.append(pool)
     for thread, running in sys._current_frames().items():
         frame: FrameType | None = running if thread != threading.get_ident() else None
         while frame is not None:
-            if any(value is pool for value in frame.f_locals.values()) and frame.f_code is not worker.f_code:
+            if any(value is pool for value in list(frame.f_locals.values())) and frame.f_code is not worker.f_code:
                 return frame
             frame = frame.f_back
     return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,9 @@ def test_texts_released_one_after_the_other_stay_released(tmp_path: Path) -> Non
         assert sources(running) == TEXTS.keys() - {"text-1", "text-2"}
 
 
-def test_texts_released_at_once_are_all_released(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def looking_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two callers that look at packs wait for each other before they release texts of them."""
     both, packs = threading.Barrier(2), ToolGroups.packs
 
     def looked(self: ToolGroups) -> list[ToolGroup]:
@@ -257,10 +260,15 @@ def test_texts_released_at_once_are_all_released(monkeypatch: pytest.MonkeyPatch
             both.wait(1)  # in vain where one looks after the other
         return found
 
+    with monkeypatch.context() as looking:
+        looking.setattr(ToolGroups, "packs", looked)
+        yield
+
+
+def test_texts_released_at_once_are_all_released(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(store=None) as running, ThreadPoolExecutor(2) as callers:
         running.learn(TEXTS)
-        with monkeypatch.context() as looking:
-            looking.setattr(ToolGroups, "packs", looked)
+        with looking_at_once(monkeypatch):
             assert list(callers.map(running.unlearn, ["text-1", "text-2"])) == [1, 1]
         assert sources(running) == TEXTS.keys() - {"text-1", "text-2"}
 
@@ -280,18 +288,9 @@ def test_processes_release_texts_of_one_pack(tmp_path: Path) -> None:
 
 
 def test_processes_release_texts_of_one_pack_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, packs = threading.Barrier(2), ToolGroups.packs
-
-    def looked(self: ToolGroups) -> list[ToolGroup]:
-        found = packs(self)
-        with suppress(threading.BrokenBarrierError):
-            both.wait(1)  # in vain where one looks after the other
-        return found
-
     with engine(store=tmp_path) as learnt, engine(store=tmp_path) as other, ThreadPoolExecutor(2) as callers:
         learnt.learn(TEXTS)
-        with monkeypatch.context() as looking:
-            looking.setattr(ToolGroups, "packs", looked)
+        with looking_at_once(monkeypatch):
             done = [callers.submit(learnt.unlearn, ["text-1"]), callers.submit(other.unlearn, ["text-2"])]
             assert [each.result() for each in done] == [1, 1]
         assert sources(learnt) == sources(other) == TEXTS.keys() - {"text-1", "text-2"}

@@ -200,7 +200,7 @@ def layers_of(decoder: Any) -> torch.nn.ModuleList:
 
 def cache_name(model: Any) -> str:
     """The keyword by which a model takes its cache: Mamba's says `cache_params`."""
-    return "cache_params" if "cache_params" in inspect.unwrap(type(model).forward).__code__.co_varnames else "past_key_values"
+    return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 @contextmanager
