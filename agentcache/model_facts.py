@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import embedded
-from .answer.family_forms import THOUGHT_MARKS
+from .answer.family_forms import rows
 from .answer.response_template import THOUGHTS
 from .errors import AgentCacheError, ModelLoadError
 from .lint.templates import probe, wordless
@@ -50,7 +50,7 @@ class ModelFacts:
             return cls(context)
         response = tokenizer.get("response_template")
         fields = response.get("fields", {}) if isinstance(response, Mapping) else {}
-        return cls(context, any(mark in template for mark in THOUGHT_MARKS) or bool(THOUGHTS & set(fields)), *_tried(template))
+        return cls(context, any(form.thought[0] in template for _, form in rows()) or bool(THOUGHTS & set(fields)), *_tried(template))
 
 
 @functools.lru_cache(maxsize=16)

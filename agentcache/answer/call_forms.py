@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PROBE_TOOL, PROBE_ARGUMENTS = "zprobe_fn", {"zarg": "zval"}  # a call by which a chat template shows its form
 THINK, THINK_END = "<think>", "</think>"
 
 Fields = Mapping[str, Mapping[str, Any]]
@@ -26,7 +27,7 @@ Fields = Mapping[str, Mapping[str, Any]]
 # A call in JSON ends with its JSON, whatever its strings say; only then must its close mark follow, where it has one. Calls of one field
 # are a list in Python, or in JSON. What opens the field "marks" is the end of a section of calls, and dropped.
 PYTHON_CALLS, MARKS = "tool_calls_python", "marks"
-_WITH_NAME = {"repeats": True, "content": "json", "transform": {"type": "function", "function": "{content}"}}
+WITH_NAME = {"repeats": True, "content": "json", "transform": {"type": "function", "function": "{content}"}}
 NAMED = {"repeats": True, "content": "json", "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
 _FIRST = r"(?<=\A(?:\s*<think>.*?</think>)?\s*)"
 
@@ -36,16 +37,16 @@ def tagged_call(opened: str, closed: str, argument: str) -> dict[str, Any]:
     return {**NAMED, "open_pattern": opened, "close_pattern": closed, "content": "xml-inline", "content_args": {"tag_pattern": argument}}
 
 
-_PLAIN: Fields = {
-    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", **_WITH_NAME},
-    "tool_calls_listed": {"open": "[TOOL_CALLS]", **_WITH_NAME},
+PLAIN: Fields = {
+    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", **WITH_NAME},
+    "tool_calls_listed": {"open": "[TOOL_CALLS]", **WITH_NAME},
     "tool_calls_closed": {
         "open": ["<TOOLCALL>", "<tool_calls>", "<|tool_call|>"],
         "close_pattern": r"</TOOLCALL>|</tool_calls>|<\|/tool_call\|>|\Z",
-        **_WITH_NAME,
+        **WITH_NAME,
     },
     PYTHON_CALLS: {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "repeats": True},
-    "tool_calls_bare": {"open_pattern": _FIRST + r'(?=\{"name")', "close_pattern": r"\s*\Z", **_WITH_NAME},  # all of the text
+    "tool_calls_bare": {"open_pattern": _FIRST + r'(?=(?:\[\s*)?\{"name")', "close_pattern": r"\s*\Z", **WITH_NAME},  # all of the text
 }
 
 
@@ -73,11 +74,14 @@ class CallForm:
     known: bool = True  # whether calls are written as the chat template shows them
     # literal text around key and value of each argument; None: arguments are a JSON object
     argument: tuple[str, str, str] | None = None
+    # between arguments; None: each may be left out by itself. Their values are JSON, but for texts between these quotes
+    comma: str | None = None
+    quotes: tuple[str, str] | None = None
     # literal text around a thought, and around text that is no call
     thought: tuple[str, str] = (THINK, THINK_END)
     answer: tuple[str, str] = ("", "")
     # of the response template; without a field of its own for thoughts it reads one that stands first
-    fields: Fields = field(default_factory=lambda: _PLAIN, compare=False, repr=False)
+    fields: Fields = field(default_factory=lambda: PLAIN, compare=False, repr=False)
 
     @property
     def template(self) -> dict[str, Any]:
@@ -90,7 +94,7 @@ class CallForm:
     def literals(self) -> tuple[str, ...]:
         """All literal text that a completion of this form may hold."""
         calls = (self.trigger, self.open, self.before, self.between, self.after, self.joint or "", self.close)
-        return (*calls, *(self.argument or ()), *self.thought, *self.answer)
+        return (*calls, *(self.argument or ()), self.comma or "", *(self.quotes or ()), *self.thought, *self.answer)
 
 
 def load(text: str) -> Any:

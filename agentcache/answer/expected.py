@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AgentCacheError, ConfigError
 from ..types import Constraint, Layout, Sampling, Tool, ToolCall
-from .call_forms import CallForm
-from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL
+from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
 from .grammar import Grammars
 from .parser import AnswerParser
 from .response_template import ResponseTemplate, template_for, template_of

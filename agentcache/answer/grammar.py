@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PromptError
 from ..namespace_lru import Covering
 from ..types import Layout, Message, Tool, ToolCall
-from .call_forms import CallForm
-from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL, form_of
+from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
+from .family_forms import form_of
 
 if TYPE_CHECKING:
     from .grammar_compiler import GrammarCompiler
@@ -46,9 +48,10 @@ class Grammars:
             asked = [Message("user", "zask"), Message("assistant", "", (call,))]
             try:
                 shown = self._render(asked, [tool], namespace="grammar", generation=False).text
+                prompt = self._render(asked[:1], [tool], namespace="grammar").text
             except PromptError:  # a template without tools, or without calls
-                shown = ""
-            self._form = form_of(shown)
+                shown = prompt = ""
+            self._form = form_of(shown, shown[_common(prompt, shown) :])
         return self._form
 
     @property
@@ -61,3 +64,10 @@ class Grammars:
 
                 self._compiler = GrammarCompiler(self.tokenizer, self._vocab, self._stop_ids, form)
         return self._compiler.guide
+
+
+def _common(prompt: str, shown: str) -> int:
+    """Where the assistant's turn starts: the end of what both begin with, outside of a mark."""
+    common = len(os.path.commonprefix((prompt, shown)))
+    half = re.search(r"[<\[][^<>\[\]\s]*\Z", prompt[:common]) if common < len(prompt) else None
+    return half.start() if half else common

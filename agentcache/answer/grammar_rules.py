@@ -23,7 +23,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
 _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those that llguidance enforces
 _ANY = r"(.|\n)*"
-_CLOSER = re.compile(r"<[/|][^<>]*>")
+_CLOSER = re.compile(r"<[^<>]*>")
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _free(rule: str, calls: bool, form: CallForm, never: Sequence[str]) -> list[
 def _looks_like_a_call(form: CallForm) -> str:
     if form.trigger:
         return _ANY + _pattern(form.trigger) + _ANY
-    return r"\s*\{\"name\"" + _ANY
+    return r"\s*(\[\s*)?\{\"name\"" + _ANY
 
 
 def _calls(tools: Mapping[str, Mapping[str, Any]], form: CallForm, parallel: bool) -> list[str]:
@@ -159,10 +159,54 @@ def _arguments(number: int, schema: Mapping[str, Any], form: CallForm) -> list[s
     required = set(schema.get("required") or ())
     parts, lines = [], []
     for place, (key, each) in enumerate((schema.get("properties") or {}).items()):
-        rule = f"value_{number}_{place}"
-        parts.append(f"({_quoted(before + key + between)} {rule}){'' if key in required else '?'}")
-        lines += _value(rule, meant(each, schema), schema, after, after + form.after)
-    return [" ".join((f"args_{number}:", *(parts or ['""']))), *lines]
+        rule, value = f"value_{number}_{place}", meant(each, schema)
+        text = str(is_text(value, schema)).lower()
+        parts.append((f"{_quoted(before + key + between.replace('{is_text}', text))} {rule}", key in required))
+        if form.comma is None:
+            lines += _value(rule, value, schema, after, after + form.after)
+        else:
+            lines += _in_list(rule, value, schema, form)
+    if form.comma is not None:
+        return [*_joined(f"args_{number}", parts, form.comma), *lines]
+    return [
+        " ".join((f"args_{number}:", *(f"({part}){'' if needed else '?'}" for part, needed in parts), *([] if parts else ['""']))),
+        *lines,
+    ]
+
+
+def _joined(rule: str, parts: Sequence[tuple[str, bool]], comma: str) -> list[str]:
+    """Rules of these parts with commas between them, of which those that are not needed may be left out. The first is of all of them."""
+    lines, first, later = [], '""', '""'
+    for place, (part, needed) in reversed([*enumerate(parts)]):
+        lines.append(f"{rule}_{place}: {part} {later}")
+        more = f"{_quoted(comma)} {rule}_{place}"
+        first, later = (f"{rule}_{place}", more) if needed else (f"({rule}_{place} | {first})", f"({more} | {later})")
+    return [f"{rule}: {first}", *lines]
+
+
+def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form: CallForm) -> list[str]:
+    """A value among arguments with commas: JSON, but for texts between quotes of the form, alone and in lists and objects."""
+    assert form.comma is not None
+    opened, closed = form.quotes or ('"', '"')
+    listed = choices(schema)
+    if form.quotes and listed is not None and all(isinstance(choice, str) for choice in listed):
+        return [f"{rule}: {' | '.join(_quoted(opened + choice + closed) for choice in listed)}"]
+    if form.quotes and listed is None and is_text(schema, root):
+        return [f"{rule}: {_quoted(opened)} {rule}_text", *_value(f"{rule}_text", schema, root, closed, closed + form.after)]
+    kind = schema.get("type")
+    if form.quotes and kind == "array" and isinstance(schema.get("items"), Mapping):
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        more = f"({_quoted(form.comma)} {rule}_item){{{max(least - 1, 0)},{'' if most is None else max(most - 1, 0)}}}"
+        items = '""' if most == 0 else f"{rule}_item {more}" if least else f"({rule}_item {more})?"
+        return [f'{rule}: "[" {items} "]"', *_in_list(f"{rule}_item", meant(schema["items"], root), root, form)]
+    if form.quotes and kind == "object" and schema.get("properties") and isinstance(schema["properties"], Mapping):
+        needed, parts, lines = set(schema.get("required") or ()), [], list[str]()
+        for place, (key, each) in enumerate(schema["properties"].items()):
+            parts.append((f"{_quoted(key + ':')} {rule}_at{place}", key in needed))
+            lines += _in_list(f"{rule}_at{place}", meant(each, root), root, form)
+        return [f'{rule}: "{{" {rule}_all "}}"', *_joined(f"{rule}_all", parts, form.comma), *lines]
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return [f"{rule}: %json {spaced({**schema, **shared})}"]
 
 
 def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, closers: str) -> list[str]:

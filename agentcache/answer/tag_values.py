@@ -5,11 +5,10 @@ It is read off the schema of the value, by the same rule when a grammar writes i
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
-
-_PYTHON = {"True": True, "False": False, "None": None}  # as chat templates show them, and models copy it
 
 
 def shown(value: Any) -> str:
@@ -70,4 +69,13 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return _PYTHON.get(text.strip(), text)
+        return _in_python(text)
+
+
+def _in_python(text: str) -> Any:
+    """The value, if Python writes it so and JSON has it: chat templates show True and {'a': None}, and models copy it."""
+    try:
+        value = ast.literal_eval(text.strip())
+        return value if json.loads(json.dumps(value)) == value else text
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.answer.family_forms import HERMES as HERMES_FORM
-from agentcache.answer.family_forms import TAGS
+from agentcache.answer.json_forms import HERMES as HERMES_FORM
 from agentcache.answer.parser import AnswerParser, Delta
 from agentcache.answer.response_template import template_for
+from agentcache.answer.tag_forms import TAGS
 from agentcache.types import Message, ToolCall
 from benchmarks.answers import parse
 from tests.answer.deltas import message_of, partial_json

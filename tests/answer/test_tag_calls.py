@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, toy
 from agentcache.answer.expected import reads
-from agentcache.answer.family_forms import HERMES, TAGS
 from agentcache.answer.grammar import Grammars
+from agentcache.answer.json_forms import HERMES
 from agentcache.answer.parser import AnswerParser
 from agentcache.answer.response_template import template_for, template_of
+from agentcache.answer.tag_forms import TAGS
 from agentcache.answer.tag_values import is_text, value_of
 from agentcache.errors import ToolSchemaError
 from agentcache.layout import Renderer
@@ -165,6 +166,8 @@ def test_values_by_their_schema() -> None:
     shown = {"any": ("3", "3"), "flag": ("True", True), "one": ("4", 4), "many": ("[1]", [1]), "lost": ("x", "x"), "unknown": ("x", "x")}
     assert {key: value_of(text, root, key) for key, (text, _) in shown.items()} == {key: value for key, (_, value) in shown.items()}
     assert value_of("no", root, "flag") == "no", "nothing is lost"
+    assert value_of("[{'a': None}]", root, "many") == [{"a": None}]
+    assert value_of("[(1, 2)]", root, "many") == "[(1, 2)]", "JSON has no tuples"
     assert is_text({"type": ["string", "null"]}, {})
     assert not is_text({"properties": {}}, {})
 

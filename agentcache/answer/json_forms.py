@@ -1,0 +1,224 @@
+"""Rows of the families whose arguments are a JSON object. Knows no tokens.
+
+Groups of a pattern are literal text of the form that differs from template to template.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .call_forms import MARKS, NAMED, PLAIN, PROBE_TOOL, WITH_NAME, CallForm
+
+VALUE = r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
+CALL = rf'(?P<before>\{{\s*"name"\s*:\s*"){PROBE_TOOL}(?P<between>"\s*,\s*"(?:arguments|parameters)"\s*:\s*){VALUE}'
+CALL_AFTER_SPACE = CALL.replace("(?P<before>", r"(?P<before>\s*")
+
+HERMES = CallForm()
+LISTED = CallForm("[TOOL_CALLS]", open="[", before='{"name": "', after="}", joint=", ", close="]")
+_PYTHON_MARK = r"<\|python_(?:tag|start|end)\|>(?:\s*<\|python_end\|>)?\s*(?=\{)"
+_PYTHON = {"open_pattern": _PYTHON_MARK, "close_pattern": r"<\|python_end\|>|\Z", **WITH_NAME}
+BARE = CallForm("", joint=None, fields={**PLAIN, "tool_calls_python_mark": _PYTHON})
+
+ROWS: tuple[tuple[str, CallForm], ...] = (
+    # Qwen 2.5 and 3, Hermes, Granite 4, EXAONE 4 and many more
+    (rf"<tool_call>{CALL_AFTER_SPACE}(?P<after>\s*\}}\s*</tool_call>)", HERMES),
+    # Apriel
+    (
+        rf"\[BEGIN FINAL RESPONSE\](?:.|\n)*<tool_calls>\s*\[\s*{CALL}",
+        replace(LISTED, trigger="<tool_calls>", close="]</tool_calls>", thought=("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")),
+    ),
+    # Mistral up to its tokenizer v7, Nemotron Nano 2, LFM2, Phi-4-mini, Granite 3, Jamba
+    (
+        rf"(?P<trigger>\[TOOL_CALLS\]|<TOOLCALL>|<tool_calls>|<\|tool_call_start\|>|<\|tool_call\|>)(?P<open>\s*\[\s*){CALL}[^\]]*"
+        r"(?P<close>\](?:</TOOLCALL>|</tool_calls>|<\|tool_call_end\|>|<\|/tool_call\|>)?)",
+        LISTED,
+    ),
+    # Ministral 3, Devstral, Magistral: Mistral from v11
+    (
+        rf"\[TOOL_CALLS\]{PROBE_TOOL}(?:\[CALL_ID\]\w+)?\[ARGS\]{VALUE}",
+        CallForm(
+            "[TOOL_CALLS]",
+            before="",
+            between="[ARGS]",
+            after="",
+            joint="[TOOL_CALLS]",
+            thought=("[THINK]", "[/THINK]"),
+            fields={"tool_calls": {**NAMED, "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"}},
+        ),
+    ),
+    # gpt-oss: written as the model writes calls, which is not how its template shows them
+    (
+        rf"to=functions\.{PROBE_TOOL}<\|channel\|>commentary[^<]*(?:<\|constrain\|>)?\w*<\|message\|>{VALUE}",
+        CallForm(
+            "<|channel|>commentary to=functions.",
+            before="",
+            between=" <|constrain|>json<|message|>",
+            after="",
+            joint=None,
+            thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+            answer=("<|channel|>final<|message|>", ""),
+            fields={
+                "reasoning_content": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>", "repeats": True, "join": "\n"},
+                "content": {
+                    "open_pattern": r"<\|channel\|>(?:final|commentary)(?: ?<\|constrain\|>\w+)?<\|message\|>",
+                    "close_pattern": r"<\|(?:end|return)\|>",
+                    "repeats": True,
+                    "join": "\n",
+                },
+                "tool_calls": {
+                    **NAMED,
+                    "open_pattern": r"(?:<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)|\s*to=functions\.(?P<name>[\w.-]+)"
+                    r"<\|channel\|>commentary)[^<{]*(?:<\|constrain\|>)?\w*<\|message\|>",
+                    "close": "<|call|>",
+                },
+            },
+        ),
+    ),
+    # DeepSeek V3 and R1
+    (
+        rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{PROBE_TOOL}\s*```json\s*{VALUE}\s*```\s*<｜tool▁call▁end｜>",
+        CallForm(
+            "<｜tool▁calls▁begin｜>",
+            before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            between="\n```json\n",
+            after="\n```<｜tool▁call▁end｜>",
+            joint="\n",
+            close="<｜tool▁calls▁end｜>",
+            fields={
+                "tool_calls": {
+                    **NAMED,
+                    "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<｜]+)"
+                    r"\s*```json",
+                    "close_pattern": r"```\s*<｜tool▁call▁end｜>",
+                },
+                MARKS: {"open": "<｜tool▁calls▁end｜>"},
+            },
+        ),
+    ),
+    # DeepSeek V3.1
+    (
+        rf"<｜tool▁call▁begin｜>{PROBE_TOOL}<｜tool▁sep｜>{VALUE}<｜tool▁call▁end｜>",
+        CallForm(
+            "<｜tool▁calls▁begin｜>",
+            before="<｜tool▁call▁begin｜>",
+            between="<｜tool▁sep｜>",
+            after="<｜tool▁call▁end｜>",
+            joint="",
+            close="<｜tool▁calls▁end｜>",
+            fields={
+                "tool_calls": {
+                    **NAMED,
+                    "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^\s<｜]+)<｜tool▁sep｜>",
+                    "close": "<｜tool▁call▁end｜>",
+                },
+                MARKS: {"open": "<｜tool▁calls▁end｜>"},
+            },
+        ),
+    ),
+    # Kimi K2: its template shows a call's id where the model writes functions.NAME:NUMBER
+    (
+        rf"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>{VALUE}<\|tool_call_end\|>",
+        CallForm(
+            "<|tool_calls_section_begin|>",
+            before="<|tool_call_begin|>functions.",
+            between=":0<|tool_call_argument_begin|>",
+            after="<|tool_call_end|>",
+            joint=None,
+            close="<|tool_calls_section_end|>",
+            fields={
+                "tool_calls": {
+                    **NAMED,
+                    "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)"
+                    r"(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+                    "close": "<|tool_call_end|>",
+                },
+                MARKS: {"open": "<|tool_calls_section_end|>"},
+            },
+        ),
+    ),
+    # Command R7B, Command A
+    (
+        rf'<\|START_ACTION\|>(?P<open>\s*\[\s*)(?P<before>\{{[^{{}}]*"tool_name"\s*:\s*"){PROBE_TOOL}(?P<between>"\s*,\s*"parameters"\s*:\s*)'
+        rf"{VALUE}(?P<after>\s*\}})(?P<close>\s*\]<\|END_ACTION\|>)",
+        CallForm(
+            "<|START_ACTION|>",
+            joint=None,
+            thought=("<|START_THINKING|>", "<|END_THINKING|>"),
+            answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+            fields={
+                "content": {"open": ["<|START_RESPONSE|>", "<|START_TEXT|>"], "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"]},
+                "tool_calls": {
+                    "open": "<|START_ACTION|>",
+                    "close": "<|END_ACTION|>",
+                    "content": "json",
+                    "transform_each": True,
+                    "transform": {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
+                },
+            },
+        ),
+    ),
+    # Apertus
+    (
+        rf'<\|tools_prefix\|>(?P<open>\s*\[\s*)(?P<before>\{{\s*"){PROBE_TOOL}(?P<between>"\s*:\s*){VALUE}(?P<after>\s*\}})'
+        r"(?P<close>\s*\]\s*<\|tools_suffix\|>)",
+        CallForm(
+            "<|tools_prefix|>",
+            joint=", ",
+            thought=("<|inner_prefix|>", "<|inner_suffix|>"),
+            fields={
+                "tool_calls": {
+                    **NAMED,
+                    "open_pattern": r"(?:<\|tools_prefix\|>\s*\[|(?<=<\|tools_prefix\|>(?:(?!<\|tools_suffix\|>).)*\})\s*,)"
+                    r'\s*\{\s*"(?P<name>[^"]+)"\s*:\s*(?=\{)',
+                    "close": "}",
+                },
+                MARKS: {"open_pattern": r"\]\s*<\|tools_suffix\|>"},
+            },
+        ),
+    ),
+    # Functionary 3.1, and Llama 3 where its prompt asks for tools of one's own
+    (
+        rf"<function={PROBE_TOOL}>{VALUE}</function>",
+        CallForm(
+            "<function=",
+            before="",
+            between=">",
+            after="</function>",
+            joint="<function=",
+            fields={"tool_calls": {**NAMED, "open_pattern": r"<function=(?P<name>[^>\s]+)>(?=\s*\{)", "close": "</function>"}},
+        ),
+    ),
+    # Solar Open
+    (
+        rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{PROBE_TOOL}<\|tool_call:args\|>{VALUE}<\|tool_call:end\|>",
+        CallForm(
+            "<|tool_calls|>",
+            before="<|tool_call:begin|>0<|tool_call:name|>",
+            between="<|tool_call:args|>",
+            after="<|tool_call:end|>",
+            joint=None,
+            close="<|calls|>",
+            thought=("<|think|>", "<|end|><|begin|>assistant"),
+            answer=("<|content|>", ""),
+            fields={
+                "content": {"open": "<|content|>", "close": "<|end|>"},
+                "tool_calls": {
+                    **NAMED,
+                    "open_pattern": r"(?:<\|tool_calls\|>\s*)?<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)"
+                    r"<\|tool_call:args\|>",
+                    "close": "<|tool_call:end|>",
+                },
+                MARKS: {"open": "<|calls|>"},
+            },
+        ),
+    ),
+)
+# The same of the assistant's turn alone, from its first character on.
+TURNS: tuple[tuple[str, CallForm], ...] = (
+    # Llama 3 and 4
+    (rf"\s*(?:<\|python_start\|>[^<]*<\|python_end\|>)?{CALL}(?P<after>\s*\}})", BARE),
+    # xLAM
+    (rf"\s*(?P<open>\[\s*){CALL}(?P<after>\s*\}})(?P<close>\s*\])", replace(BARE, joint=", ")),
+    # InternLM, GigaChat, and others whose calls in JSON stand after a mark
+    (rf"\s*(?P<trigger>[<\[][^{{}}]*[>\]]){CALL_AFTER_SPACE}(?P<after>\s*\}})(?P<close>(?:\s*<[^<>]+>(?=\s*<))?)", CallForm(joint=None)),
+)

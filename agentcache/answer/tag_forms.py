@@ -1,0 +1,212 @@
+"""Rows of the families whose arguments stand each by itself, between tags or commas. Knows no tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .call_forms import MARKS, NAMED, PROBE_TOOL, CallForm, tagged_call
+
+
+def _functions(mark: str, gap: str, **more: Any) -> CallForm:
+    """Calls between tags of this name, their arguments between <parameter> tags. gap: a line break where values have lines of their own."""
+    skip = r"\n?" if gap else ""
+    name, end = rf"<{mark}>\s*<function=(?P<name>[^>\n]+)>", rf"</function>\s*</{mark}>"
+    argument = rf"<parameter=(?P<key>[^>\n]+)>{skip}(?P<value>.*?){skip}</parameter>"
+    return CallForm(
+        f"<{mark}>",
+        before="\n<function=",
+        between=">\n",
+        after=f"</function>\n</{mark}>",
+        joint=f"\n<{mark}>",
+        argument=("<parameter=", f">{gap}", f"{gap}</parameter>\n"),
+        fields={"tool_calls": tagged_call(name, end, argument)},
+        **more,
+    )
+
+
+def _delimited(opened: str, closed: str, quote: str) -> dict[str, Any]:
+    """Calls whose arguments are an object with bare keys, and with texts between two of these marks."""
+    return {
+        **NAMED,
+        "open_pattern": opened,
+        "close": closed,
+        "content_args": {"string_delims": [[quote, quote]], "unquoted_keys": True},
+    }
+
+
+TAGS = _functions("tool_call", "\n")
+
+ROWS: tuple[tuple[str, CallForm], ...] = (
+    # Qwen3-Coder, Qwen3.5, Nemotron 3
+    (rf"<tool_call>\s*<function={PROBE_TOOL}>\s*<parameter=zarg>\s*zval\s*</parameter>\s*</function>\s*</tool_call>", TAGS),
+    # Seed-OSS
+    (
+        rf"<seed:tool_call>\s*<function={PROBE_TOOL}>\s*<parameter=zarg>zval</parameter>\s*</function>\s*</seed:tool_call>",
+        _functions("seed:tool_call", "", thought=("<seed:think>", "</seed:think>")),
+    ),
+    # GLM from 4.5 on
+    (
+        rf"<tool_call>{PROBE_TOOL}(?P<between>\s*)<arg_key>zarg</arg_key>\s*<arg_value>zval</arg_value>\s*</tool_call>",
+        CallForm(
+            before="",
+            after="</tool_call>",
+            argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            fields={
+                "tool_calls": tagged_call(
+                    r"<tool_call>\s*(?P<name>[^\s<{]+)\s*(?=<arg_key>|</tool_call>)",
+                    "</tool_call>",
+                    r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                )
+            },
+        ),
+    ),
+    # MiniMax M2
+    (
+        rf'<minimax:tool_call>\s*<invoke name="{PROBE_TOOL}">\s*<parameter name="zarg">zval</parameter>\s*</invoke>\s*</minimax:tool_call>',
+        CallForm(
+            "<minimax:tool_call>",
+            open="\n",
+            before='<invoke name="',
+            between='">\n',
+            after="</invoke>\n",
+            joint="",
+            close="</minimax:tool_call>",
+            argument=('<parameter name="', '">', "</parameter>\n"),
+            fields={
+                "tool_calls": tagged_call(
+                    r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
+                    "</invoke>",
+                    r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
+                ),
+                MARKS: {"open": "</minimax:tool_call>"},
+            },
+        ),
+    ),
+    # DeepSeek V3.2 and V4
+    (
+        rf'(?P<trigger><｜DSML｜(?:function|tool)_calls>)(?P<open>\s*)<｜DSML｜invoke name="{PROBE_TOOL}">\s*<｜DSML｜parameter '
+        r'name="zarg" string="true">zval</｜DSML｜parameter>\s*</｜DSML｜invoke>\s*(?P<close></｜DSML｜(?:function|tool)_calls>)',
+        CallForm(
+            before='<｜DSML｜invoke name="',
+            between='">\n',
+            after="</｜DSML｜invoke>\n",
+            joint="",
+            argument=('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n"),
+            fields={
+                "tool_calls": tagged_call(
+                    r'(?:<｜DSML｜(?:function|tool)_calls>\s*)?<｜DSML｜invoke name="(?P<name>[^"]+)">',
+                    "</｜DSML｜invoke>",
+                    r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="\w+")?>(?P<value>.*?)</｜DSML｜parameter>',
+                ),
+                MARKS: {"open": ["</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"]},
+            },
+        ),
+    ),
+    # Gemma 4
+    (
+        rf'<\|tool_call>call:{PROBE_TOOL}\{{zarg:<\|"\|>zval<\|"\|>\}}<tool_call\|>',
+        CallForm(
+            "<|tool_call>",
+            before="call:",
+            between="{",
+            after="}<tool_call|>",
+            joint="<|tool_call>",
+            argument=("", ":", ""),
+            comma=",",
+            quotes=('<|"|>', '<|"|>'),
+            thought=("<|channel>thought", "<channel|>"),
+            fields={
+                "reasoning_content": {"open": "<|channel>thought", "close": "<channel|>"},
+                "tool_calls": _delimited(r"<\|tool_call>call:(?P<name>[\w.-]+)(?=\{)", "<tool_call|>", '<|"|>'),
+            },
+        ),
+    ),
+    # FunctionGemma
+    (
+        rf"<start_function_call>call:{PROBE_TOOL}\{{zarg:<escape>zval<escape>\}}<end_function_call>",
+        CallForm(
+            "<start_function_call>",
+            before="call:",
+            between="{",
+            after="}<end_function_call>",
+            joint="<start_function_call>",
+            argument=("", ":", ""),
+            comma=",",
+            quotes=("<escape>", "<escape>"),
+            fields={"tool_calls": _delimited(r"<start_function_call>call:(?P<name>[\w.-]+)(?=\{)", "<end_function_call>", "<escape>")},
+        ),
+    ),
+    # LFM2 and LFM2.5, whose templates show calls as the message has them, or none
+    (
+        rf"<\|tool_call_start\|>\[{PROBE_TOOL}\(zarg=['\"]zval['\"]\)\]<\|tool_call_end\|>|<\|tool_list_start\|>",
+        CallForm(
+            "<|tool_call_start|>",
+            open="[",
+            before="",
+            between="(",
+            after=")",
+            joint=", ",
+            close="]<|tool_call_end|>",
+            argument=("", "=", ""),
+            comma=", ",
+        ),
+    ),
+    # MiniCPM 5
+    (
+        rf'<function name="{PROBE_TOOL}">\s*<param name="zarg">zval</param>\s*</function>',
+        CallForm(
+            "<function",
+            before=' name="',
+            between='">',
+            after="</function>",
+            joint="\n<function",
+            argument=('<param name="', '">', "</param>"),
+            fields={
+                "tool_calls": tagged_call(
+                    r'<function name="(?P<name>[^"]+)">',
+                    "</function>",
+                    r'<param name="(?P<key>[^"]+)">(?:<!\[CDATA\[(?P<value>.*?)\]\]>|(?P<value>.*?))</param>',
+                )
+            },
+        ),
+    ),
+    # Hunyuan 3
+    (
+        rf"<tool_calls:opensource>\s*<tool_call:opensource>{PROBE_TOOL}<tool_sep:opensource>\s*<arg_key:opensource>zarg</arg_key:opensource>",
+        CallForm(
+            "<tool_calls:opensource>",
+            open="\n",
+            before="<tool_call:opensource>",
+            between="<tool_sep:opensource>\n",
+            after="</tool_call:opensource>\n",
+            joint="",
+            close="</tool_calls:opensource>",
+            argument=("<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>\n"),
+            thought=("<think:opensource>", "</think:opensource>"),
+            fields={
+                "tool_calls": tagged_call(
+                    r"(?:<tool_calls:opensource>\s*)?<tool_call:opensource>(?P<name>[^<\s]+)<tool_sep:opensource>",
+                    "</tool_call:opensource>",
+                    r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>(?P<value>.*?)</arg_value:opensource>",
+                ),
+                MARKS: {"open": "</tool_calls:opensource>"},
+            },
+        ),
+    ),
+    # Muse Glimmer: read, but not written, as its text has marks with the name of the reader
+    (
+        rf'to={PROBE_TOOL}<\|message\|><atem:function_calls>\s*<atem:invoke name="{PROBE_TOOL}">',
+        CallForm(
+            known=False,
+            fields={
+                "reasoning_content": {"open_pattern": r"\s*to=self<\|message\|>", "close_pattern": r"<\|eom\|>(?:<\|start\|>assistant)?"},
+                "content": {"open_pattern": r"\s*to=user<\|message\|>", "close_pattern": r"<\|e[ou][mt]\|>"},
+                "tool_calls": tagged_call(
+                    r'\s*to=[^<\s]+<\|message\|>\s*<atem:function_calls>\s*<atem:invoke name="(?P<name>[^"]+)">',
+                    r"</atem:invoke>\s*</atem:function_calls>(?:<\|eom\|><\|start\|>assistant)?",
+                    r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*?)</atem:parameter>',
+                ),
+            },
+        ),
+    ),
+)
