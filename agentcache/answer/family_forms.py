@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .call_forms import WITH_NAME, CallForm
-from .json_forms import LISTED, ROWS, TURNS
+from .json_forms import HERMES, LISTED, ROWS, TURNS
 
 
 def rows() -> Iterator[tuple[str, CallForm]]:
@@ -20,8 +20,9 @@ def rows() -> Iterator[tuple[str, CallForm]]:
     from . import tag_forms  # which most templates need not
 
     yield from tag_forms.ROWS
-    # Granite 3.3, whose template shows no calls
+    # templates that show no calls: Granite 3.3's, and those that prescribe Hermes' form
     yield r"<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>", replace(LISTED, trigger="<|tool_call|>", close="]")
+    yield r'<tool_call>\s*\{"name": *<[^<>]+>, *"arguments": *<[^<>]+>\}\s*</tool_call>', HERMES
 
 
 def form_of(shown: str, turn: str = "") -> CallForm:

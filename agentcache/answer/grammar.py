@@ -51,7 +51,8 @@ class Grammars:
                 prompt = self._render(asked[:1], [tool], namespace="grammar").text
             except PromptError:  # a template without tools, or without calls
                 shown = prompt = ""
-            self._form = form_of(shown, shown[_common(prompt, shown) :])
+            words = getattr(self.tokenizer, "get_added_vocab", dict)()  # some templates show no calls whose marks are tokens
+            self._form = form_of("\n".join((shown, *words)), shown[_common(prompt, shown) :])
         return self._form
 
     @property

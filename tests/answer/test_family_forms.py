@@ -330,6 +330,25 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
+@pytest.mark.parametrize(
+    ("shown", "token", "trigger"),
+    [
+        ("List of tools: []", "<|tool_list_start|>", "<|tool_call_start|>"),
+        ("<|start_of_role|>tools<|end_of_role|>[]", "<|tool_call|>", "<|tool_call|>"),
+        ('<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>', "<|im_start|>", "<tool_call>"),
+        ("Tools: []", "<|im_start|>", None),
+    ],
+)
+def test_templates_that_show_no_calls_have_their_family_s_form(shown: str, token: str, trigger: str | None) -> None:
+    made = models.toy_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": [token]})
+    made.chat_template = (
+        "{% if tools %}" + shown + "{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    form = Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render).form
+    assert (form.known, form.trigger) == (trigger is not None, trigger or "<tool_call>")
+
+
 LLAMA = '{"name": "zprobe_fn", "parameters": {"zarg": "zval"}}'
 XLAM = '[{"name": "zprobe_fn", "arguments": {"zarg": "zval"}}]'
 
