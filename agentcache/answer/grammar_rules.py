@@ -23,7 +23,8 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
 _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those that llguidance enforces
 _ANY = r"(.|\n)*"
-_CLOSER = re.compile(r"<[^<>]*>")
+_MARK = re.compile(r"<[^<>]*>")
+_CONTROL = r"[\x00-\x08\x0b-\x1f]"  # that no reader of quoted texts takes
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _arguments(number: int, schema: Mapping[str, Any], form: CallForm) -> list[s
         text = str(is_text(value, schema)).lower()
         parts.append((f"{_quoted(before + key + between.replace('{is_text}', text))} {rule}", key in required))
         if form.comma is None:
-            lines += _value(rule, value, schema, after, after + form.after)
+            lines += _value(rule, value, schema, after, _marks(after + form.after))
         else:
             lines += _in_list(rule, value, schema, form)
     if form.comma is not None:
@@ -192,7 +193,10 @@ def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form
     if form.quotes and listed is not None and all(isinstance(choice, str) for choice in listed):
         return [f"{rule}: {' | '.join(_quoted(opened + choice + closed) for choice in listed)}"]
     if form.quotes and listed is None and is_text(schema, root):
-        return [f"{rule}: {_quoted(opened)} {rule}_text", *_value(f"{rule}_text", schema, root, closed, closed + form.after)]
+        return [
+            f"{rule}: {_quoted(opened)} {rule}_text",
+            *_value(f"{rule}_text", schema, root, closed, f"{_marks(closed + form.after)}|{_CONTROL}"),
+        ]
     kind = schema.get("type")
     if form.quotes and kind == "array" and isinstance(schema.get("items"), Mapping):
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -209,7 +213,8 @@ def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form
     return [f"{rule}: %json {spaced({**schema, **shared})}"]
 
 
-def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, closers: str) -> list[str]:
+def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, never: str) -> list[str]:
+    """A value and its end. never: a regex of what no text may hold, as a reader would take it for the end."""
     if (listed := choices(schema)) is not None:
         return [f"{rule}: {' | '.join(_quoted(shown(choice) + end) for choice in listed)}"]
     if not is_text(schema, root):
@@ -219,8 +224,12 @@ def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: s
     text = rf"(.|\n){{{least},{most}}}" if least or most != "" else _ANY
     if isinstance(pattern := schema.get("pattern"), str):
         text = _whole(pattern)
-    never = "|".join(map(_pattern, _CLOSER.findall(closers)))  # a reader would take it for the end
     return [f"{rule}[lazy]: {rule.upper()} {_quoted(end)}", f"{rule.upper()}: /{text}/ & ~/{_ANY}({never}){_ANY}/"]
+
+
+def _marks(text: str) -> str:
+    """A regex of the marks in a literal."""
+    return "|".join(map(_pattern, _MARK.findall(text)))
 
 
 def _whole(pattern: str) -> str:

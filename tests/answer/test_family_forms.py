@@ -330,6 +330,12 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
+def test_quoted_texts_hold_no_control_characters() -> None:
+    opened = '<|tool_call>call:look{query:<|"|>a'
+    assert spelled(grammars("gemma"), Constraint("look"), opened + "\n\t", TOOLS) == "more"
+    assert spelled(grammars("gemma"), Constraint("look"), opened + "\x02", TOOLS) == opened, "transformers' reader takes none"
+
+
 @pytest.mark.parametrize(
     ("shown", "token", "trigger"),
     [
