@@ -132,7 +132,7 @@ class _Asking:
         """The share of a prompt with tools that is left when the tools are not sent."""
         messages = [_USER, *tool_step(1, 0)]
         one, two = self._text(messages), self._text(messages, ())
-        share = None if one is None or two is None else round(common_chars(one, two) / len(one), 3)
+        share = None if not one or two is None else round(common_chars(one, two) / len(one), 3)
         cost = "keep the tools and forbid calls instead" if share is not None and share < 0.9 else ""
         return Probe("kept when tools are switched off", "refused" if share is None else share, None, cost)
 

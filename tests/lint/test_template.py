@@ -35,6 +35,11 @@ def test_the_embedded_model_is_known_by_its_name() -> None:
     assert {one.name for one in probe(template_of("embedded"))}
 
 
+def test_a_template_that_renders_nothing_is_probed() -> None:
+    found = {one.name: one.answer for one in probe(wordless("{% if false %}{{ messages }}{% endif %}"))}
+    assert found["kept when tools are switched off"] == "refused"
+
+
 def test_a_template_that_keeps_the_prefix_is_clean() -> None:
     found = linted(asked())
     assert found.findings == []
