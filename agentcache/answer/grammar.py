@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PromptError
@@ -51,8 +51,8 @@ class Grammars:
                 prompt = self._render(asked[:1], [tool], namespace="grammar").text
             except PromptError:  # a template without tools, or without calls
                 shown = prompt = ""
-            words = getattr(self.tokenizer, "get_added_vocab", dict)()  # some templates show no calls whose marks are tokens
-            self._form = form_of("\n".join((shown, *words)), shown[_common(prompt, shown) :])
+            words: Iterable[str] = getattr(self.tokenizer, "get_added_vocab", dict)()  # some templates show no calls whose marks are tokens
+            self._form = form_of("\n".join((shown, *words)), shown[turn_start(prompt, shown) :])
         return self._form
 
     @property
@@ -67,7 +67,7 @@ class Grammars:
         return self._compiler.guide
 
 
-def _common(prompt: str, shown: str) -> int:
+def turn_start(prompt: str, shown: str) -> int:
     """Where the assistant's turn starts: the end of what both begin with, outside of a mark."""
     common = len(os.path.commonprefix((prompt, shown)))
     half = re.search(r"[<\[][^<>\[\]\s]*\Z", prompt[:common]) if common < len(prompt) else None
