@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +19,8 @@ import typer
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, ToolCall, toy
 from agentcache.answer.expected import expect
-from agentcache.answer.grammar import Grammars, turn_start
+from agentcache.answer.family_forms import turn_start
+from agentcache.answer.grammar import Grammars
 from agentcache.bench import report
 from agentcache.bench.catalog import training_texts
 from agentcache.bench.options import JsonOption
@@ -51,9 +54,14 @@ class Row:
     why: str = ""
 
 
+@cache
+def _words() -> Any:
+    return toy.tokenizer(training_texts(), 600)
+
+
 def tokenizer_of(template: str) -> Any:
     """A toy tokenizer with this template, whose marks are special tokens."""
-    made = toy.tokenizer(training_texts(), 600)
+    made = deepcopy(_words())
     made.chat_template = template
     made.add_special_tokens({"additional_special_tokens": sorted(set(MARK.findall(template)))})
     end = next((mark for mark in ENDS if mark in template), "</s>")

@@ -5,12 +5,15 @@ A row is a pattern of the text in which chat templates of a family show it, and 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .call_forms import WITH_NAME, CallForm
+from ..errors import PromptError
+from ..types import Layout, Message, Tool, ToolCall
+from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, WITH_NAME, CallForm
 from .json_forms import HERMES, LISTED, ROWS, TURNS
 
 
@@ -23,6 +26,27 @@ def rows() -> Iterator[tuple[str, CallForm]]:
     # templates that show no calls: Granite 3.3's, and those that prescribe Hermes' form
     yield r"<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>", replace(LISTED, trigger="<|tool_call|>", close="]")
     yield r'<tool_call>\s*\{"name": *<[^<>]+>, *"arguments": *<[^<>]+>\}\s*</tool_call>', HERMES
+
+
+def form_by(render: Callable[..., Layout], tokenizer: Any) -> CallForm:
+    """The form that a chat template shows. render: a renderer's, of prompts of this tokenizer."""
+    tool = Tool(PROBE_TOOL, "", {"type": "object", "properties": {"zarg": {"type": "string"}}})
+    call = ToolCall(PROBE_TOOL, PROBE_ARGUMENTS, "call00001")  # as the layout numbers it: there is nothing to report
+    asked = [Message("user", "zask"), Message("assistant", "", (call,))]
+    try:
+        shown = render(asked, [tool], namespace="grammar", generation=False).text
+        prompt = render(asked[:1], [tool], namespace="grammar").text
+    except PromptError:  # a template without tools, or without calls
+        shown = prompt = ""
+    words: Iterable[str] = getattr(tokenizer, "get_added_vocab", dict)()  # some templates show no calls whose marks are tokens
+    return form_of("\n".join((shown, *words)), shown[turn_start(prompt, shown) :])
+
+
+def turn_start(prompt: str, shown: str) -> int:
+    """Where the assistant's turn starts: the end of what both begin with, outside of a mark."""
+    common = len(os.path.commonprefix((prompt, shown)))
+    half = re.search(r"[<\[][^<>\[\]\s]*\Z", prompt[:common]) if common < len(prompt) else None
+    return half.start() if half else common
 
 
 def form_of(shown: str, turn: str = "") -> CallForm:

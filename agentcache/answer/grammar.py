@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PromptError
 from ..namespace_lru import Covering
-from ..types import Layout, Message, Tool, ToolCall
-from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
-from .family_forms import form_of
+from ..types import Layout
+from .call_forms import CallForm
+from .family_forms import form_by
 
 if TYPE_CHECKING:
     from .grammar_compiler import GrammarCompiler
@@ -43,16 +40,7 @@ class Grammars:
     def form(self) -> CallForm:
         """How this model writes calls."""
         if self._form is None:
-            tool = Tool(PROBE_TOOL, "", {"type": "object", "properties": {"zarg": {"type": "string"}}})
-            call = ToolCall(PROBE_TOOL, PROBE_ARGUMENTS, "call00001")  # as the layout numbers it: there is nothing to report
-            asked = [Message("user", "zask"), Message("assistant", "", (call,))]
-            try:
-                shown = self._render(asked, [tool], namespace="grammar", generation=False).text
-                prompt = self._render(asked[:1], [tool], namespace="grammar").text
-            except PromptError:  # a template without tools, or without calls
-                shown = prompt = ""
-            words: Iterable[str] = getattr(self.tokenizer, "get_added_vocab", dict)()  # some templates show no calls whose marks are tokens
-            self._form = form_of("\n".join((shown, *words)), shown[turn_start(prompt, shown) :])
+            self._form = form_by(self._render, self.tokenizer)
         return self._form
 
     @property
@@ -65,10 +53,3 @@ class Grammars:
 
                 self._compiler = GrammarCompiler(self.tokenizer, self._vocab, self._stop_ids, form)
         return self._compiler.guide
-
-
-def turn_start(prompt: str, shown: str) -> int:
-    """Where the assistant's turn starts: the end of what both begin with, outside of a mark."""
-    common = len(os.path.commonprefix((prompt, shown)))
-    half = re.search(r"[<\[][^<>\[\]\s]*\Z", prompt[:common]) if common < len(prompt) else None
-    return half.start() if half else common

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..answer.family_forms import form_by
 from ..errors import ConfigError, PromptError
+from ..layout import Renderer
 from ..layout.plain import Plain
 from ..layout.repairs import applicable
 from ..layout.template import ANSWER, FIRST, SECOND, SYSTEM, TOOL, Template, tool_step
@@ -75,6 +77,12 @@ def probe(tokenizer: Any) -> list[Probe]:
         _shown("order of argument keys matters", ask.argument_keys(), True, "keep the order in which the model wrote them"),
         ask.string_arguments(),
         Probe("parallel calls shown", known.parallel_calls, None, "" if known.parallel_calls else "one call in a message only"),
+        _shown(
+            "form of calls known",
+            form_by(Renderer(tokenizer).render, tokenizer).known,
+            False,
+            "they stay text, and a constraint writes Hermes' form",
+        ),
         _shown("text beside a call shown", ask.beside(), False, "what the model said with its call is dropped"),
         Probe("system message", known.system, None, "" if known.system == "kept" else "say it in the first user message"),
         ask.later_system(),

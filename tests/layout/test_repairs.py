@@ -84,11 +84,11 @@ def test_every_template_at_hand() -> None:
         tok = copy.deepcopy(tokenizer())
         tok.add_special_tokens({"extra_special_tokens": sorted(set(re.findall(r"<\|[^|<>\s]{1,40}\|>|\[/?[A-Z_]{3,30}\]", template)))})
         for name in applied:
-            if name == "date" and "strftime_now" not in template:
+            if name == "date" and ("strftime_now" not in template or "%H" in template):
                 continue
             try:
                 repaired = fresh(template, tok, date=today) if name == "date" else fresh(template, tok, repairs=(name,))
-                repaired.render(ONE_TURN[0])
+                repaired.render(ONE_TURN[0], TOOLS)
             except (ConfigError, TemplateError):
                 continue
             for messages in ONE_TURN:
