@@ -99,7 +99,7 @@ def loop(engine: Engine, tools: Sequence[Tool]) -> tuple[int, int, bool]:
     said, equal, receipt = list(ASKED), True, None
     for step in range(STEPS):
         held = Constraint("look_up", parallel=False) if tools else None
-        done = engine.generate(said, tools, sampling=Sampling(max_tokens=120, temperature=1.0, seed=step), constraint=held)
+        done = engine.generate(said, tools, sampling=Sampling(max_tokens=600, temperature=1.0, seed=step), constraint=held)
         if calls := done.message.tool_calls:
             said += [done.message, Message("tool", f"It ebbs at noon of day {step}.", name=calls[0].name, tool_call_id=calls[0].id)]
         else:

@@ -29,7 +29,7 @@ Fields = Mapping[str, Mapping[str, Any]]
 PYTHON_CALLS, MARKS = "tool_calls_python", "marks"
 WITH_NAME = {"repeats": True, "content": "json", "transform": {"type": "function", "function": "{content}"}}
 NAMED = {"repeats": True, "content": "json", "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
-_FIRST = r"(?<=\A(?:\s*<think>.*?</think>)?\s*)"
+FIRST = r"(?<=\A(?:\s*<think>.*?</think>)?\s*)"
 
 
 def tagged_call(opened: str, closed: str, argument: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ PLAIN: Fields = {
         **WITH_NAME,
     },
     PYTHON_CALLS: {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "repeats": True},
-    "tool_calls_bare": {"open_pattern": _FIRST + r'(?=(?:\[\s*)?\{"name")', "close_pattern": r"\s*\Z", **WITH_NAME},  # all of the text
+    "tool_calls_bare": {"open_pattern": FIRST + r'(?=(?:\[\s*)?\{"name")', "close_pattern": r"\s*\Z", **WITH_NAME},  # all of the text
 }
 
 

@@ -59,7 +59,9 @@ def form_of(shown: str, turn: str = "") -> CallForm:
         if found := re.search(pattern, shown):
             literals = found.groupdict()
             return replace(form, **literals)
-    for pattern, form in TURNS:
+    from .tag_forms import TURNS as MORE_TURNS
+
+    for pattern, form in (*TURNS, *MORE_TURNS):
         if found := re.match(pattern, turn):
             literals = found.groupdict()
             if opened := literals.get("trigger"):  # a mark that no row names: by it the form is read

@@ -140,6 +140,8 @@ def _free(rule: str, calls: bool, form: CallForm, never: Sequence[str]) -> list[
 def _looks_like_a_call(form: CallForm) -> str:
     if form.trigger:
         return _ANY + _pattern(form.trigger) + _ANY
+    if form.argument:
+        return rf"\s*{_pattern(form.open)}[\w.-]+{_pattern(form.between)}{_ANY}"
     return r"\s*(\[\s*)?\{\"name\"" + _ANY
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from .call_forms import MARKS, NAMED, PROBE_TOOL, CallForm, tagged_call
+from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, tagged_call
 
 
 def _functions(mark: str, gap: str, **more: Any) -> CallForm:
@@ -35,6 +36,18 @@ def _delimited(opened: str, closed: str, quote: str) -> dict[str, Any]:
 
 
 TAGS = _functions("tool_call", "\n")
+PYTHON = CallForm(
+    "<|tool_call_start|>",
+    open="[",
+    before="",
+    between="(",
+    after=")",
+    joint=", ",
+    close="]<|tool_call_end|>",
+    argument=("", "=", ""),
+    comma=", ",
+)
+_LISTED = {PYTHON_CALLS: {"open_pattern": FIRST + r"(?=\[\s*[\w.-]+\()", "close_pattern": r"\s*\Z"}}
 
 ROWS: tuple[tuple[str, CallForm], ...] = (
     # Qwen3-Coder, Qwen3.5, Nemotron 3
@@ -139,17 +152,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # LFM2 and LFM2.5, whose templates show calls as the message has them, or none
     (
         rf"<\|tool_call_start\|>\[{PROBE_TOOL}\(zarg=['\"]zval['\"]\)\]<\|tool_call_end\|>|<\|tool_list_start\|>",
-        CallForm(
-            "<|tool_call_start|>",
-            open="[",
-            before="",
-            between="(",
-            after=")",
-            joint=", ",
-            close="]<|tool_call_end|>",
-            argument=("", "=", ""),
-            comma=", ",
-        ),
+        PYTHON,
     ),
     # MiniCPM 5
     (
@@ -209,4 +212,9 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             },
         ),
     ),
+)
+# The same of the assistant's turn alone, from its first character on.
+TURNS: tuple[tuple[str, CallForm], ...] = (
+    # ToolACE, and Llama 3.2 and 4 with a template for calls in Python
+    (rf"\s*\[{PROBE_TOOL}\(zarg=", replace(PYTHON, trigger="", close="]", fields=_LISTED)),
 )

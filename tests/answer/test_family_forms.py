@@ -330,6 +330,20 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
+def test_calls_in_python_without_marks_are_written() -> None:
+    made = models.toy_tokenizer()
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}("
+        "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %})]{% endfor %}<|im_end|>\n"
+        "{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    grammar = Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+    assert spelled(grammar, Constraint("any"), '[look(query="tide", n=3), ping()]', TOOLS) == "end"
+    assert spelled(grammar, Constraint(), '[look(n=3, query="tide")]', TOOLS) not in ("end", "more"), "its order is the schema's"
+    assert spelled(grammar, Constraint(), "[See: look]", TOOLS) == "end"
+
+
 def test_quoted_texts_hold_no_control_characters() -> None:
     opened = '<|tool_call>call:look{query:<|"|>a'
     assert spelled(grammars("gemma"), Constraint("look"), opened + "\n\t", TOOLS) == "more"
@@ -367,6 +381,7 @@ XLAM = '[{"name": "zprobe_fn", "arguments": {"zarg": "zval"}}]'
         (LLAMA, '<|python_start|>{"name": "ping", "parameters": {}}<|python_end|>'),
         (f"<|python_start|><|python_end|>{LLAMA}", '<|python_start|><|python_end|>{"name": "ping", "parameters": {}}'),
         (XLAM, '[{"name": "ping", "arguments": {}}]'),
+        ("[zprobe_fn(zarg='zval')]", "[ping()]"),
     ],
 )
 def test_calls_that_are_the_whole_turn_are_read(shown: str, text: str) -> None:
