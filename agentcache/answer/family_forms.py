@@ -25,7 +25,7 @@ def rows() -> Iterator[tuple[str, CallForm]]:
     yield from tag_forms.ROWS
     # templates that show no calls: Granite 3.3's, and those that prescribe Hermes' form
     yield r"<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>", replace(LISTED, trigger="<|tool_call|>", close="]")
-    yield r'<tool_call>\s*\{"name": *<[^<>]+>, *"arguments": *<[^<>]+>\}\s*</tool_call>', HERMES
+    yield r"<tool_call>\s*\{['\"](?:name|arguments)['\"]: *<[^{}]+>\}\s*</tool_call>", HERMES
 
 
 def form_by(render: Callable[..., Layout], tokenizer: Any) -> CallForm:

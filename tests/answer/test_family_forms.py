@@ -356,6 +356,7 @@ def test_quoted_texts_hold_no_control_characters() -> None:
         ("List of tools: []", "<|tool_list_start|>", "<|tool_call_start|>"),
         ("<|start_of_role|>tools<|end_of_role|>[]", "<|tool_call|>", "<|tool_call|>"),
         ('<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>', "<|im_start|>", "<tool_call>"),
+        ("<tool_call>\n{'arguments': <dict>, 'name': <name>}\n</tool_call>", "<|im_start|>", "<tool_call>"),
         ("Tools: []", "<|im_start|>", None),
     ],
 )
