@@ -4,7 +4,7 @@ nor where pages lie."""
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -214,7 +214,8 @@ def learn(
     above = repr((prompt, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
     digests = {source: digest(above, text.encode("utf-8", "surrogatepass")) for source, text in given.items()}
     held = {one.digest for one in documents(engine, name, namespace)}
-    sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in given if digests[source] not in held}
+    new = {digest: source for source, digest in digests.items() if digest not in held}.values()  # one of those with the same text
+    sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in new}
     computed, told = 0, teller(progress, sum(sizes.values()))
     most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
     with behind(engine._groups.settle, told, most) as settle:
@@ -226,9 +227,9 @@ def learn(
             )
             settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
             computed += group.computed_tokens
-    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source])
+    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests)
     found = {one.source: one for one in documents(engine, name, namespace)}
-    return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
+    return Learnt(tuple(found[source] for source in digests if source in found), computed, sum(one in held for one in digests.values()))
 
 
 def _learn_schema(engine: Owner, schema: Schema, prompts: Prompts, progress: Progress) -> Learnt:
@@ -254,13 +255,22 @@ def documents(engine: Owner, name: str | None, namespace: str | None) -> tuple[D
     )
 
 
-def release(engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool]) -> int:
-    """Release the texts of which `goes` says so; how many."""
+def release(engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool], called: Mapping[str, str] | None = None) -> int:
+    """Release the texts of which `goes` says so; how many.
+
+    called: digests by source; where a pack has that text under other names only, this one is added.
+    """
     released = 0
     with engine._groups.renewing():
-        for group in _packs_of(engine, name, namespace):
+        groups = _packs_of(engine, name, namespace)
+        there, more = {one[:2] for group in groups for one in group.sources}, defaultdict[str, list[str]](list)
+        for source, text in (called or {}).items():
+            if (source, text) not in there:
+                more[text].append(source)
+        for group in groups:
             left = tuple(one for one in group.sources if not goes(one[0], one[1]))
             released += len(group.sources) - len(left)
+            left += tuple((source, text, tokens) for _, text, tokens in group.sources for source in more.pop(text, ()))
             if not left:
                 engine.forget(group=group.name, namespace=namespace)
             elif left != group.sources:

@@ -180,6 +180,21 @@ def test_a_changed_text_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
         assert running.store.audit()["disk_pages"] == 0
 
 
+@pytest.mark.parametrize("disk", [True, False])
+def test_a_known_text_has_its_new_name_too(tmp_path: Path, disk: bool) -> None:
+    one, other = TEXTS["text-1"], TEXTS["text-2"]
+    with engine(store=tmp_path if disk else None) as running:
+        first = {document.source: document.digest for document in running.learn({"a": one, "b": other, "same": one}).documents}
+        assert first["a"] == first["same"]
+        again = running.learn({"c": one})  # as a splitter names it that draws ids
+        assert ([(document.source, document.digest) for document in again.documents], again.known) == ([("c", first["a"])], 1)
+        swapped = running.learn({"a": other, "b": one})
+        assert [(document.source, document.digest) for document in swapped.documents] == [("a", first["b"]), ("b", first["a"])]
+        assert (again.computed_tokens, swapped.computed_tokens, sources(running)) == (0, 0, {"a", "b", "c", "same"})
+        assert running.unlearn(["b", "c", "same"]) == 3
+        assert sources(running) == {"a"}
+
+
 def test_another_system_prompt_learns_texts_anew(tmp_path: Path) -> None:
     with engine(store=tmp_path) as running:
         running.learn(TEXTS, system="One.")
