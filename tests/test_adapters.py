@@ -208,6 +208,20 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
         assert running.adapters == {}
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_weights_that_are_cut_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    whole = save(tmp_path) / "adapter_model.safetensors"
+    if name != whole.name:
+        torch.save({}, tmp_path / name)
+        whole.unlink()
+    read = (tmp_path / name).read_bytes()
+    with engine(store=None) as running:
+        for size in (len(read) // 2, 0):
+            (tmp_path / name).write_bytes(read[:size])
+            with pytest.raises(ConfigError, match=r"cannot be loaded: \w.*Pass a folder that PEFT saved"):
+                running.add_adapter("one", tmp_path)
+
+
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
