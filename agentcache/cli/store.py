@@ -185,7 +185,7 @@ def given_tools(path: Path | None) -> list[Any]:
     if path is None:
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tools={str(path)!r} cannot be read: {error}") from error
     found = found.get("tools") if isinstance(found, dict) else found
@@ -203,7 +203,7 @@ def given_system(given: str | None) -> str | None:
             raise ConfigError(f"--system={given!r}: there is no such file; give one that is there, or the prompt itself")
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(given).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--system={given!r} cannot be read: {error}") from error
 

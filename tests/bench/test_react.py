@@ -85,7 +85,7 @@ def test_broken_workloads_are_named(traces: Path) -> None:
         trace_files.episode({**CHAT[0], "tool_names": ["fly"]}, traces.parent / "tools")
 
 
-def test_a_trace_may_begin_with_a_bom_and_name_no_tools(traces: Path) -> None:
+def test_a_trace_with_a_bom_may_name_no_tools(traces: Path) -> None:
     plain = {key: value for key, value in CHAT[0].items() if key not in {"tools_ref", "tool_names", "tools_events"}}
     (traces / "plain.jsonl").write_text(json.dumps({**plain, "tools": None}), "utf-8-sig")
     [one] = trace_files.read(traces / "plain.jsonl")
