@@ -13,10 +13,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ConfigError, SchemaError
+from .matching import fingerprint_of
 from .prompt_schema import Schema
 from .types import PAGE_TOKENS, PASSAGES, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
+    from .adapters import Adapters
     from .kv_spec import KVSpec
     from .layout import Renderer
     from .model.hf import HFModel
@@ -184,6 +186,9 @@ class Owner(Protocol):
     @property
     def _groups(self) -> ToolGroups: ...
 
+    @property
+    def _adapters(self) -> Adapters: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -194,6 +199,7 @@ class Prompts:
     tools: Sequence[Any]
     separator: str
     namespace: str
+    adapter: str | None
 
 
 def learn(
@@ -212,6 +218,8 @@ def learn(
     given, start = named(texts), [Message("system", system)] if system else []
     prompt = opening(messages or [*start, Message("user", PASSAGES)])
     above = repr((prompt, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
+    scope = scope_of(engine, prompts.adapter)
+    above += scope.encode()
     digests = {source: digest(above, text.encode("utf-8", "surrogatepass")) for source, text in given.items()}
     held = {one.digest for one in documents(engine, name, namespace)}
     new = {digest: source for source, digest in digests.items() if digest not in held}.values()  # one of those with the same text
@@ -222,14 +230,18 @@ def learn(
         for pack in packs(sizes, pack_tokens):
             shown = prompt[-1].content.replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
             number = digest(*(digests[source].encode() for source in pack))[:12]
-            group = engine.pin(
-                [*prompt[:-1], replace(prompt[-1], content=shown)], prompts.tools, name=f"{name}/{number}", namespace=namespace
-            )
+            asked = [*prompt[:-1], replace(prompt[-1], content=shown)]
+            group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter)
             settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
             computed += group.computed_tokens
-    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests)
-    found = {one.source: one for one in documents(engine, name, namespace)}
-    return Learnt(tuple(found[source] for source in digests if source in found), computed, sum(one in held for one in digests.values()))
+    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests, scope)
+    found = {(one.source, one.digest): one for one in documents(engine, name, namespace)}
+    return Learnt(tuple(found[one] for one in digests.items() if one in found), computed, sum(one in held for one in digests.values()))
+
+
+def scope_of(engine: Owner, adapter: str | None) -> str:
+    """Return what the pages of an adapter lie under, beside the fingerprint of the weights. ConfigError: there is none of that name."""
+    return "" if adapter is None else fingerprint_of("", engine._adapters.find(adapter))
 
 
 def _learn_schema(engine: Owner, schema: Schema, prompts: Prompts, progress: Progress) -> Learnt:
@@ -239,7 +251,8 @@ def _learn_schema(engine: Owner, schema: Schema, prompts: Prompts, progress: Pro
         texts, start = {module.source: module.text for module in some}, [Message(schema.role, f"{before}{PASSAGES}")]
         known.append(learn(engine, texts, replace(prompts, messages=start, separator="\n\n"), schema.name, 1, progress))
     present = {module.source for module in schema.modules()}
-    release(engine, schema.name, prompts.namespace, lambda source, digest: source not in present)
+    scope = scope_of(engine, prompts.adapter)
+    release(engine, schema.name, prompts.namespace, lambda source, digest: source not in present, scope=scope)
     found = tuple(one for each in known for one in each.documents)
     return Learnt(found, sum(each.computed_tokens for each in known), sum(each.known for each in known))
 
@@ -255,14 +268,18 @@ def documents(engine: Owner, name: str | None, namespace: str | None) -> tuple[D
     )
 
 
-def release(engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool], called: Mapping[str, str] | None = None) -> int:
+def release(
+    engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool], called: Mapping[str, str] | None = None,
+    scope: str | None = None,
+) -> int:  # fmt: skip
     """Release the texts of which `goes` says so; how many.
 
-    called: digests by source; where a pack has that text under other names only, this one is added.
+    called: digests by source; where a pack has that text under other names only, this one is added. scope: only those of one adapter, or
+    of the base.
     """
     released = 0
     with engine._groups.renewing():
-        groups = _packs_of(engine, name, namespace)
+        groups = [one for one in _packs_of(engine, name, namespace) if scope is None or one.adapter == scope.removeprefix("+")]
         there, more = {one[:2] for group in groups for one in group.sources}, defaultdict[str, list[str]](list)
         for source, text in (called or {}).items():
             if (source, text) not in there:

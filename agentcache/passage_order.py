@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .document_packs import Arrangement, Owner
+from .document_packs import Arrangement, Owner, scope_of
 from .errors import ConfigError
 from .layout.request import Rendered
 from .store.keys import Ids, Scope, as_ids
@@ -57,7 +57,7 @@ class Passages:
 
 def arrange(
     engine: Owner, passages: Sequence[str], messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Any], namespace: str,
-    rendered: Mapping[str, Any],
+    adapter: str | None, rendered: Mapping[str, Any],
 ) -> Arrangement:  # fmt: skip
     """See `Engine.arrange`."""
     engine.check_open()
@@ -73,7 +73,7 @@ def arrange(
         return Arrangement(tuple(first.values()), len(passages), 0, 0)
     head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
     ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
-    return _best(engine.store, Scope(namespace, known.whole, regime), head, ids, same)
+    return _best(engine.store, Scope(namespace, f"{known.whole}{scope_of(engine, adapter)}", regime), head, ids, same)
 
 
 def _best(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:

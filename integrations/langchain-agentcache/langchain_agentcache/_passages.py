@@ -70,7 +70,7 @@ class CacheAwareOrder(_Passages):
         """The documents in the order in which they are to be shown."""
         if len(documents) < 2:
             return list(documents)
-        found = self.engine.arrange(self._texts(documents), self._messages(), namespace=self._model.namespace)
+        found = self.engine.arrange(self._texts(documents), self._messages(), namespace=self._model.namespace, adapter=self._model.adapter)
         shown = [documents[number] for number in found.order]
         told = {**shown[0].metadata, KEY: "ranks"}  # a document prompt may ask for any key that all documents have
         return [*shown, Document(page_content=found.ranks, metadata=told)] if self._ranks and found.ranks else shown
@@ -96,6 +96,7 @@ class LearnDocuments(_Passages):
             name=self._name,
             separator=self._separator,
             namespace=self._model.namespace,
+            adapter=self._model.adapter,
         )
         digests = {one.source: one.digest for one in learnt.documents}
         return [
