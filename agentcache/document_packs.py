@@ -4,8 +4,9 @@ nor where pages lie."""
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ConfigError, SchemaError
+from .layout.canonical import text_of
+from .layout.plain import plain_message
 from .matching import fingerprint_of
 from .prompt_schema import Schema
 from .types import PAGE_TOKENS, PASSAGES, Forgotten, Message, check_name
@@ -83,25 +86,33 @@ def digest(*parts: bytes) -> str:
     return hashlib.blake2b(b"".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16).hexdigest()
 
 
-def opening(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+def opening(messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages up to the place of passages."""
-    start: list[Message] = []
-    for message in messages:
-        start.append(message if isinstance(message, Message) else Message(str(message.get("role")), message.get("content")))  # type: ignore[arg-type]
-        content = start[-1].content
-        if isinstance(content, str) and PASSAGES in content:
-            return [*start[:-1], replace(start[-1], content=content[: content.index(PASSAGES) + len(PASSAGES)])]
+    start: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        start.append(plain_message(index, message))
+        content = text_of(start[-1].get("content"))
+        if PASSAGES in content:
+            return [*start[:-1], {**start[-1], "content": content[: content.index(PASSAGES) + len(PASSAGES)]}]
     raise ConfigError(f"learn(messages=): no message holds {PASSAGES!r}, the place of the texts")
+
+
+def listed(name: str, texts: Iterable[str]) -> list[str]:
+    """Texts as a list, which is read more than once; ConfigError for what is none."""
+    found = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, bytes)) else None
+    if found is None or not all(isinstance(text, str) for text in found):
+        raise ConfigError(
+            f"{name}={texts if found is None else found!r:.200}: must be a list of texts, or, to learn, a mapping of names to them"
+        )
+    return found
 
 
 def named(texts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     """Texts by name; those of a list are named by their digest."""
     if isinstance(texts, Mapping):
         found = dict(texts)
-    elif isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"texts={texts!r:.200}: must be a list of texts, or a mapping of names to texts")
     else:
-        found = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in texts}
+        found = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in listed("texts", texts)}
     for source, text in found.items():
         if not isinstance(source, str) or not isinstance(text, str) or not text.strip():
             raise ConfigError(f"texts[{source!r:.80}]={text!r:.80}: must be a text that is not empty")
@@ -215,9 +226,12 @@ def learn(
     check_name("name", name)
     if type(pack_tokens) is not int or pack_tokens < 1:
         raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
+    if system and messages:
+        raise ConfigError(f"system={system!r:.80}: `messages` are given, too; write it into these")
     given, start = named(texts), [Message("system", system)] if system else []
     prompt = opening(messages or [*start, Message("user", PASSAGES)])
-    above = repr((prompt, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
+    shape = json.dumps(prompt, sort_keys=True, default=repr)
+    above = repr((shape, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
     scope = scope_of(engine, prompts.adapter)
     above += scope.encode()
     digests = {source: digest(above, text.encode("utf-8", "surrogatepass")) for source, text in given.items()}
@@ -228,9 +242,9 @@ def learn(
     most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
     with behind(engine._groups.settle, told, most) as settle:
         for pack in packs(sizes, pack_tokens):
-            shown = prompt[-1].content.replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
+            shown = prompt[-1]["content"].replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
             number = digest(*(digests[source].encode() for source in pack))[:12]
-            asked = [*prompt[:-1], replace(prompt[-1], content=shown)]
+            asked = [*prompt[:-1], {**prompt[-1], "content": shown}]
             group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter)
             settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
             computed += group.computed_tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .document_packs import Arrangement, Owner, scope_of
+from .document_packs import Arrangement, Owner, listed, scope_of
 from .errors import ConfigError
 from .layout.request import Rendered
 from .store.keys import Ids, Scope, as_ids
@@ -64,8 +64,9 @@ def arrange(
     engine.store.heed()
     layout = engine.renderer.render(messages, tools, namespace=namespace, **rendered)
     at = layout.text.find(PASSAGES)
-    if at < 0 or isinstance(passages, str) or not all(isinstance(text, str) for text in passages):
-        raise ConfigError(f"arrange(): passages are a list of texts, and a message holds {PASSAGES!r} in their place")
+    if at < 0:
+        raise ConfigError(f"passages: no message holds {PASSAGES!r} in their place")
+    passages = listed("passages", passages)
     first: dict[str, int] = {}
     same = [first.setdefault(text, number) for number, text in enumerate(passages)]
     known, regime = engine.model.fingerprint, engine.model.regime(len(layout.ids))
