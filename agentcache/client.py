@@ -218,7 +218,8 @@ class RemoteEngine(ProcessOwned):
     def arrange(
         self, passages: Seq[str], messages: Messages, tools: Tools = (), *, namespace: str = "default", **rendered: Any
     ) -> Arrangement:
-        """Order retrieved passages along what the server has cached, as `Engine.arrange` does; rendered: tools_order, template_kwargs."""
+        """Order retrieved passages along what the server has cached, as `Engine.arrange` does; rendered: tools_order, adapter,
+        template_kwargs."""
         from .document_packs import Arrangement
 
         self._check_namespace(namespace)
@@ -229,7 +230,7 @@ class RemoteEngine(ProcessOwned):
     def learn(
         self, texts: Mapping[str, str] | Seq[str], *, tools: Tools = (), messages: Messages = (), namespace: str = "default", **options: Any
     ) -> Learnt:
-        """Compute texts on the server for later prompts, as `Engine.learn` does; options: system, name, separator, pack_tokens."""
+        """Compute texts on the server for later prompts, as `Engine.learn` does; options: system, name, separator, adapter, pack_tokens."""
         from .document_packs import Document, Learnt
 
         self._check_namespace(namespace)

@@ -4,8 +4,9 @@ nor where pages lie."""
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +14,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ConfigError, SchemaError
+from .layout.canonical import text_of
+from .layout.plain import plain_message
+from .matching import fingerprint_of
 from .prompt_schema import Schema
 from .types import PAGE_TOKENS, PASSAGES, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
+    from .adapters import Adapters
     from .kv_spec import KVSpec
     from .layout import Renderer
     from .model.hf import HFModel
@@ -81,25 +86,33 @@ def digest(*parts: bytes) -> str:
     return hashlib.blake2b(b"".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16).hexdigest()
 
 
-def opening(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+def opening(messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages up to the place of passages."""
-    start: list[Message] = []
-    for message in messages:
-        start.append(message if isinstance(message, Message) else Message(str(message.get("role")), message.get("content")))  # type: ignore[arg-type]
-        content = start[-1].content
-        if isinstance(content, str) and PASSAGES in content:
-            return [*start[:-1], replace(start[-1], content=content[: content.index(PASSAGES) + len(PASSAGES)])]
+    start: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        start.append(plain_message(index, message))
+        content = text_of(start[-1].get("content"))
+        if PASSAGES in content:
+            return [*start[:-1], {**start[-1], "content": content[: content.index(PASSAGES) + len(PASSAGES)]}]
     raise ConfigError(f"learn(messages=): no message holds {PASSAGES!r}, the place of the texts")
+
+
+def listed(name: str, texts: Iterable[str]) -> list[str]:
+    """Texts as a list, which is read more than once; ConfigError for what is none."""
+    found = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, (str, bytes)) else None
+    if found is None or not all(isinstance(text, str) for text in found):
+        raise ConfigError(
+            f"{name}={texts if found is None else found!r:.200}: must be a list of texts, or, to learn, a mapping of names to them"
+        )
+    return found
 
 
 def named(texts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     """Texts by name; those of a list are named by their digest."""
     if isinstance(texts, Mapping):
         found = dict(texts)
-    elif isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"texts={texts!r:.200}: must be a list of texts, or a mapping of names to texts")
     else:
-        found = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in texts}
+        found = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in listed("texts", texts)}
     for source, text in found.items():
         if not isinstance(source, str) or not isinstance(text, str) or not text.strip():
             raise ConfigError(f"texts[{source!r:.80}]={text!r:.80}: must be a text that is not empty")
@@ -184,6 +197,9 @@ class Owner(Protocol):
     @property
     def _groups(self) -> ToolGroups: ...
 
+    @property
+    def _adapters(self) -> Adapters: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -194,6 +210,7 @@ class Prompts:
     tools: Sequence[Any]
     separator: str
     namespace: str
+    adapter: str | None
 
 
 def learn(
@@ -209,26 +226,36 @@ def learn(
     check_name("name", name)
     if type(pack_tokens) is not int or pack_tokens < 1:
         raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
+    if system and messages:
+        raise ConfigError(f"system={system!r:.80}: `messages` are given, too; write it into these")
     given, start = named(texts), [Message("system", system)] if system else []
     prompt = opening(messages or [*start, Message("user", PASSAGES)])
-    above = repr((prompt, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
+    shape = json.dumps(prompt, sort_keys=True, default=repr)
+    above = repr((shape, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
+    scope = scope_of(engine, prompts.adapter)
+    above += scope.encode()
     digests = {source: digest(above, text.encode("utf-8", "surrogatepass")) for source, text in given.items()}
     held = {one.digest for one in documents(engine, name, namespace)}
-    sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in given if digests[source] not in held}
+    new = {digest: source for source, digest in digests.items() if digest not in held}.values()  # one of those with the same text
+    sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in new}
     computed, told = 0, teller(progress, sum(sizes.values()))
     most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
     with behind(engine._groups.settle, told, most) as settle:
         for pack in packs(sizes, pack_tokens):
-            shown = prompt[-1].content.replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
+            shown = prompt[-1]["content"].replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
             number = digest(*(digests[source].encode() for source in pack))[:12]
-            group = engine.pin(
-                [*prompt[:-1], replace(prompt[-1], content=shown)], prompts.tools, name=f"{name}/{number}", namespace=namespace
-            )
+            asked = [*prompt[:-1], {**prompt[-1], "content": shown}]
+            group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter)
             settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
             computed += group.computed_tokens
-    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source])
-    found = {one.source: one for one in documents(engine, name, namespace)}
-    return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
+    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests, scope)
+    found = {(one.source, one.digest): one for one in documents(engine, name, namespace)}
+    return Learnt(tuple(found[one] for one in digests.items() if one in found), computed, sum(one in held for one in digests.values()))
+
+
+def scope_of(engine: Owner, adapter: str | None) -> str:
+    """Return what the pages of an adapter lie under, beside the fingerprint of the weights. ConfigError: there is none of that name."""
+    return "" if adapter is None else fingerprint_of("", engine._adapters.find(adapter))
 
 
 def _learn_schema(engine: Owner, schema: Schema, prompts: Prompts, progress: Progress) -> Learnt:
@@ -238,7 +265,8 @@ def _learn_schema(engine: Owner, schema: Schema, prompts: Prompts, progress: Pro
         texts, start = {module.source: module.text for module in some}, [Message(schema.role, f"{before}{PASSAGES}")]
         known.append(learn(engine, texts, replace(prompts, messages=start, separator="\n\n"), schema.name, 1, progress))
     present = {module.source for module in schema.modules()}
-    release(engine, schema.name, prompts.namespace, lambda source, digest: source not in present)
+    scope = scope_of(engine, prompts.adapter)
+    release(engine, schema.name, prompts.namespace, lambda source, digest: source not in present, scope=scope)
     found = tuple(one for each in known for one in each.documents)
     return Learnt(found, sum(each.computed_tokens for each in known), sum(each.known for each in known))
 
@@ -254,13 +282,26 @@ def documents(engine: Owner, name: str | None, namespace: str | None) -> tuple[D
     )
 
 
-def release(engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool]) -> int:
-    """Release the texts of which `goes` says so; how many."""
+def release(
+    engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool], called: Mapping[str, str] | None = None,
+    scope: str | None = None,
+) -> int:  # fmt: skip
+    """Release the texts of which `goes` says so; how many.
+
+    called: digests by source; where a pack has that text under other names only, this one is added. scope: only those of one adapter, or
+    of the base.
+    """
     released = 0
     with engine._groups.renewing():
-        for group in _packs_of(engine, name, namespace):
+        groups = [one for one in _packs_of(engine, name, namespace) if scope is None or one.adapter == scope.removeprefix("+")]
+        there, more = {one[:2] for group in groups for one in group.sources}, defaultdict[str, list[str]](list)
+        for source, text in (called or {}).items():
+            if (source, text) not in there:
+                more[text].append(source)
+        for group in groups:
             left = tuple(one for one in group.sources if not goes(one[0], one[1]))
             released += len(group.sources) - len(left)
+            left += tuple((source, text, tokens) for _, text, tokens in group.sources for source in more.pop(text, ()))
             if not left:
                 engine.forget(group=group.name, namespace=namespace)
             elif left != group.sources:

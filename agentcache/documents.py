@@ -24,7 +24,7 @@ class Documents:
 
     def arrange(
         self: Owner, passages: Sequence[str], messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Any] = (), *,
-        namespace: str = "default", **rendered: Any,
+        namespace: str = "default", adapter: str | None = None, **rendered: Any,
     ) -> Arrangement:  # fmt: skip
         """Order retrieved passages, the best first, so that most of them are cached; as given where no order gains anything.
 
@@ -32,23 +32,25 @@ class Documents:
         """
         from .passage_order import arrange
 
-        return arrange(self, passages, messages, tools, namespace, rendered)
+        return arrange(self, passages, messages, tools, namespace, adapter, rendered)
 
     def learn(
         self: Owner, texts: Mapping[str, str] | Sequence[str] | Schema, *, system: str | None = None, tools: Sequence[Any] = (),
         name: str = "documents", messages: Sequence[Message | Mapping[str, Any]] = (), separator: str = "\n\n",
-        namespace: str = "default", pack_tokens: int = PACK_TOKENS, progress: Callable[[int, int], None] | bool = False,
+        namespace: str = "default", pack_tokens: int = PACK_TOKENS, adapter: str | None = None,
+        progress: Callable[[int, int], None] | bool = False,
     ) -> Learnt:  # fmt: skip
         """Compute texts once for later prompts, in packs: each is a prompt of `system`, and its texts as the user's message.
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
         known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
-        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar. The parts
-        of a schema are learnt under its name, after those that begin every prompt: with tools, namespace and progress only.
+        in memory they are pinned only where there is no disk. adapter: the one that will answer. progress: called with tokens written and
+        to do, True for a bar. The parts of a schema are learnt under its name, after those that begin every prompt: with tools,
+        namespace, adapter and progress only.
         """
         from .document_packs import Prompts, learn
 
-        return learn(self, texts, Prompts(system, messages, tools, separator, namespace), name, pack_tokens, progress)
+        return learn(self, texts, Prompts(system, messages, tools, separator, namespace, adapter), name, pack_tokens, progress)
 
     def documents(self: Owner, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
         """The texts that are learnt under this model's weights, of this and earlier processes; of one name or namespace."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .document_packs import Arrangement, Owner
+from .document_packs import Arrangement, Owner, listed, scope_of
 from .errors import ConfigError
 from .layout.request import Rendered
 from .store.keys import Ids, Scope, as_ids
@@ -57,15 +57,16 @@ class Passages:
 
 def arrange(
     engine: Owner, passages: Sequence[str], messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Any], namespace: str,
-    rendered: Mapping[str, Any],
+    adapter: str | None, rendered: Mapping[str, Any],
 ) -> Arrangement:  # fmt: skip
     """See `Engine.arrange`."""
     engine.check_open()
     engine.store.heed()
     layout = engine.renderer.render(messages, tools, namespace=namespace, **rendered)
     at = layout.text.find(PASSAGES)
-    if at < 0 or isinstance(passages, str) or not all(isinstance(text, str) for text in passages):
-        raise ConfigError(f"arrange(): passages are a list of texts, and a message holds {PASSAGES!r} in their place")
+    if at < 0:
+        raise ConfigError(f"passages: no message holds {PASSAGES!r} in their place")
+    passages = listed("passages", passages)
     first: dict[str, int] = {}
     same = [first.setdefault(text, number) for number, text in enumerate(passages)]
     known, regime = engine.model.fingerprint, engine.model.regime(len(layout.ids))
@@ -73,7 +74,7 @@ def arrange(
         return Arrangement(tuple(first.values()), len(passages), 0, 0)
     head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
     ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
-    return _best(engine.store, Scope(namespace, known.whole, regime), head, ids, same)
+    return _best(engine.store, Scope(namespace, f"{known.whole}{scope_of(engine, adapter)}", regime), head, ids, same)
 
 
 def _best(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:

@@ -105,7 +105,7 @@ class Policy:
     def read(cls, path: str | os.PathLike[str]) -> Policy:
         """From a file. ConfigError: it cannot be read, or holds what is no rule; file and line are named."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
             plain = tomllib.loads(text)
         except (OSError, ValueError) as error:
             raise ConfigError(f"policy={os.fspath(path)!r} cannot be read: {error}") from error

@@ -124,7 +124,7 @@ class Schema:
     def from_file(cls, path: str | os.PathLike[str]) -> Schema:
         """Read a TOML file: `name`, `role`, `separator`, and [[parts]] with the fields of `Part`. SchemaError names the fault."""
         try:
-            found = tomllib.loads(Path(path).read_text("utf-8"))
+            found = tomllib.loads(Path(path).read_text("utf-8-sig"))
         except (OSError, ValueError) as error:
             raise SchemaError(f"{os.fspath(path)!r} cannot be read as TOML: {error}") from error
         table = {"name": Path(path).stem, **found, "parts": _parts(found.get("parts", ()), "parts")}

@@ -181,7 +181,9 @@ class ToolGroups:
             return list(found.values())
         whole = self._fingerprint.whole if self._fingerprint else ""
         for one in disk.index.groups():
-            if one.sources and one.fingerprint == whole:  # another process may have released texts of one that is held here
+            if (
+                one.sources and one.fingerprint.partition("+")[0] == whole
+            ):  # another process may have released texts of one that is held here
                 found[one.namespace, one.name] = replace(found.get((one.namespace, one.name), one), sources=one.sources)
         return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
 

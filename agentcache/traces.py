@@ -70,7 +70,7 @@ def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = No
         raise ConfigError(f"workload {str(path)!r} is not a file: give a .jsonl trace")
     folder = tools_dir if tools_dir is not None else path.resolve().parent.parent / "tools"
     recorded: dict[str, list[Call]] = {}
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         done = 0
         for number, line in enumerate(lines, 1):
             if episodes is not None and done >= episodes:
@@ -79,7 +79,7 @@ def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = No
                 continue
             try:
                 raw = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"workload {str(path)!r}, line {number}: not JSON ({error})") from error
             where = f"workload {str(path)!r}, line {number}"
             if isinstance(raw, Mapping) and "conversation_id" in raw:
@@ -101,9 +101,10 @@ def _record(raw: Mapping[str, Any], recorded: dict[str, list[Call]], where: str,
         answer = choice["text"] if "text" in choice else choice["message"]
     except (KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{where}: a recorded request without {error.args[0]!r}") from error
-    name = raw["conversation_id"] or json.dumps(next((m for m in prompt if m.get("role") == "user"), None) if "messages" in raw else prompt)
+    users = (message for message in prompt if isinstance(message, dict) and message.get("role") == "user")
+    name = str(raw["conversation_id"] or json.dumps(next(users, None) if "messages" in raw else prompt))
     if name in recorded or most is None or len(recorded) < most:
-        recorded.setdefault(str(name), []).append(Call(prompt, tuple(raw.get("tools") or ()), answer))
+        recorded.setdefault(name, []).append(Call(prompt, tuple(raw.get("tools") or ()), answer))
 
 
 def episode(raw: Any, tools_dir: Path, *, where: str = "episode", calls: int | None = None) -> Episode:
@@ -117,6 +118,10 @@ def episode(raw: Any, tools_dir: Path, *, where: str = "episode", calls: int | N
                 found = tuple(reader(raw, tools_dir))
             except KeyError as error:
                 raise ConfigError(f"{where}: a {kind} episode without {error.args[0]!r}") from error
+            except ConfigError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{where}: not a {kind} episode ({error})") from error
             return Episode(str(raw.get("id", where)), kind, found[:calls])
     raise ConfigError(f"{where}: has none of {sorted(readers)!r}, so its kind is unknown; keys are {sorted(raw)!r}")
 
@@ -127,7 +132,7 @@ def _text(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
 
 
 def _chat_steps(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
-    tools = tuple(raw["tools"])
+    tools = tuple(raw["tools"] or ())
     for step in raw["steps"]:
         yield Call(list(step["messages"]), tools, step["completion"])
 
@@ -137,7 +142,7 @@ def _chat(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
     leading: list[Json] = [{"role": "system", "content": raw["system"]}] if raw.get("system") else []
     greeted = bool(raw.get("first_assistant_is_fixed_greeting"))
     known = catalog(tools_dir, raw["tools_ref"]) if "tools_ref" in raw else {}
-    first = raw["tools"] if "tools" in raw else _named(known, raw.get("tool_names", known))
+    first = raw["tools"] or () if "tools" in raw else _named(known, raw.get("tool_names", known))
     for at, message in enumerate(messages):
         if message["role"] == "assistant" and not (greeted and at == 0):
             added = [t for event in raw.get("tools_events", ()) if event["before_message"] <= at for t in event["add_tools"]]
@@ -157,7 +162,7 @@ def catalog(tools_dir: Path, name: str) -> dict[str, Json]:
     path = tools_dir / f"{name}.jsonl"
     if not path.is_file():
         raise ConfigError(f"tools_ref {name!r}: no file {str(path)!r}; name the folder of the catalogs with --tools-dir")
-    schemas = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    schemas = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
     return {schema["function"]["name"]: schema for schema in schemas}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from agentcache import Engine, Reason, StoreOptions
+from agentcache import PASSAGES, Engine, Message, Reason, StoreOptions
 from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ModelError
 from agentcache.model import adapters
@@ -206,6 +206,43 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
         with pytest.raises(ConfigError, match="cannot be loaded"):
             running.add_adapter("one", tmp_path / "nothing")
         assert running.adapters == {}
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_texts_are_learnt_and_ordered_under_an_adapter(tmp_path: Path, disk: bool) -> None:
+    texts = {str(number): long_text(48, number) for number in range(3)}
+
+    def prompt(*shown: str) -> list[Message]:
+        return [Message("user", f"{joined}\n\nWhat?") for joined in ["\n\n".join(shown)]]
+
+    adapters = {"judge": save(tmp_path / "judge"), "activated": save(tmp_path / "activated", seed=1, **ACTIVATED)}
+    with engine(store=tmp_path / "store" if disk else None, adapters=adapters) as running:
+        running.learn(texts)
+        assert running.arrange([*texts.values()][::-1], prompt(PASSAGES), adapter="judge").order == (0, 1, 2)
+        assert (running.learn(texts, adapter="activated").known, running.learn(texts, adapter="judge").known) == (3, 0)
+        order = running.arrange([*texts.values()][::-1], prompt(PASSAGES), adapter="judge").order
+        assert order == running.arrange([*texts.values()][::-1], prompt(PASSAGES)).order == (2, 1, 0)
+        receipt = running.generate(prompt(*texts.values()), sampling=decode(2), adapter="judge").receipt
+        assert receipt.cached_tokens > 0.9 * receipt.prompt_tokens
+        assert receipt.sealed[0].adapter == running.adapters["judge"]
+        assert (len(running.documents()), running.unlearn(["0"])) == (6, 2)
+        changed = running.learn({"1": "Another text."}, adapter="judge").documents
+        assert sorted((one.source, one.tokens > 20) for one in running.documents()) == [("1", False), ("1", True), ("2", True), ("2", True)]
+        assert [one.tokens > 20 for one in changed] == [False]
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_weights_that_are_cut_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    whole = save(tmp_path) / "adapter_model.safetensors"
+    if name != whole.name:
+        torch.save({}, tmp_path / name)
+        whole.unlink()
+    read = (tmp_path / name).read_bytes()
+    with engine(store=None) as running:
+        for size in (len(read) // 2, 0):
+            (tmp_path / name).write_bytes(read[:size])
+            with pytest.raises(ConfigError, match=r"cannot be loaded: \w.*Pass a folder that PEFT saved"):
+                running.add_adapter("one", tmp_path)
 
 
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

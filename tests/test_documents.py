@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import PASSAGES, Engine, Sampling
+from agentcache import PASSAGES, Engine, Message, Sampling, ToolCall
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
 from agentcache.tool_groups import ToolGroups
@@ -180,6 +180,21 @@ def test_a_changed_text_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
         assert running.store.audit()["disk_pages"] == 0
 
 
+@pytest.mark.parametrize("disk", [True, False])
+def test_a_known_text_has_its_new_name_too(tmp_path: Path, disk: bool) -> None:
+    one, other = TEXTS["text-1"], TEXTS["text-2"]
+    with engine(store=tmp_path if disk else None) as running:
+        first = {document.source: document.digest for document in running.learn({"a": one, "b": other, "same": one}).documents}
+        assert first["a"] == first["same"]
+        again = running.learn({"c": one})  # as a splitter names it that draws ids
+        assert ([(document.source, document.digest) for document in again.documents], again.known) == ([("c", first["a"])], 1)
+        swapped = running.learn({"a": other, "b": one})
+        assert [(document.source, document.digest) for document in swapped.documents] == [("a", first["b"]), ("b", first["a"])]
+        assert (again.computed_tokens, swapped.computed_tokens, sources(running)) == (0, 0, {"a", "b", "c", "same"})
+        assert running.unlearn(["b", "c", "same"]) == 3
+        assert sources(running) == {"a"}
+
+
 def test_another_system_prompt_learns_texts_anew(tmp_path: Path) -> None:
     with engine(store=tmp_path) as running:
         running.learn(TEXTS, system="One.")
@@ -187,7 +202,30 @@ def test_another_system_prompt_learns_texts_anew(tmp_path: Path) -> None:
         assert len(running.documents()) == len(TEXTS)
 
 
-@pytest.mark.parametrize("texts", ["one text", {"a": ""}, {1: "text"}, [3]])
+def test_texts_may_come_one_by_one(tmp_path: Path) -> None:
+    with engine(store=None) as running:
+        assert len(running.learn(iter(TEXTS.values()), messages=prompt(PASSAGES)).documents) == len(TEXTS)  # type: ignore[arg-type]
+        shown = running.arrange(iter([*TEXTS.values()][1::-1]), prompt(PASSAGES))  # type: ignore[arg-type]
+        assert (shown.order, shown.passages) == ((1, 0), 2)
+
+
+def test_texts_are_learnt_in_a_tools_result_and_in_parts() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "Search."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    found = {"role": "tool", "tool_call_id": "1", "content": f"Found: {PASSAGES}"}
+    parts = {**found, "content": [{"type": "text", "text": "Found: "}, {"type": "text", "text": PASSAGES}]}
+    typed = [Message("user", "Search."), Message("assistant", tool_calls=(ToolCall("search", {}, "1"),))]
+    with engine(store=None) as running:
+        running.learn(TEXTS, messages=[*asked, found])
+        for messages in ([*asked, parts], [*typed, Message("tool", found["content"], tool_call_id="1")]):
+            assert running.learn(TEXTS, messages=messages).known == len(TEXTS)
+        receipt = running.generate([*asked, {**found, "content": f"Found: {joined([*TEXTS.values()], (0, 1))}"}], sampling=SHORT).receipt
+        assert receipt.cached_tokens > 0.9 * receipt.prompt_tokens
+        with pytest.raises(ConfigError, match="system='Be brief.': `messages` are given, too"):
+            running.learn(TEXTS, system="Be brief.", messages=[*asked, found])
+
+
+@pytest.mark.parametrize("texts", ["one text", {"a": ""}, {1: "text"}, [3], None, b"text"])
 def test_texts_that_cannot_be_learnt_are_refused(texts: Any) -> None:
     with engine(store=None) as running, pytest.raises(ConfigError, match="text"):
         running.learn(texts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +31,9 @@ from .options import (
     to_write,
     write,
 )
+
+if TYPE_CHECKING:
+    from ..traces import Episode
 
 app = typer.Typer(help="Measure a model of yours; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
 
@@ -95,15 +98,24 @@ def react(
 
         if not workload:
             raise ConfigError("workload=None: name a recorded trace with --workload; `agentcache.Recorder` writes one of your own agent")
-        families = {path.stem: list(traces.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
-        if lacking := [str(path) for path in workload if not any(one.calls for one in families[path.stem])]:
-            raise ConfigError(
-                f"--workload={lacking[0]!r}: no recorded call with its answer is in it; `agentcache.Recorder` writes such files"
-            )
+        families = _recorded(workload, tools_dir, episodes, calls)
         texts = [text for read in families.values() for text in traces.texts(read)]
         with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
             run.keep(bench.run(run.engine, families, run.say, off=off, stock=stock))
             run.tables.append(report.react_table(run.found["families"]))
+
+
+def _recorded(workload: list[Path], tools_dir: Path | None, episodes: int | None, calls: int | None) -> dict[str, list[Episode]]:
+    """The episodes of traces, by the names of their files. ConfigError: a trace has none."""
+    from .. import traces
+
+    found: dict[str, list[Episode]] = {}
+    for path in workload:
+        read = list(traces.read(path, tools_dir, episodes=episodes, calls=calls))
+        if not any(one.calls for one in read):
+            raise ConfigError(f"--workload={str(path)!r}: no recorded call with its answer is in it; `agentcache.Recorder` writes some")
+        found.setdefault(path.stem, []).extend(read)
+    return found
 
 
 @app.command()
@@ -123,13 +135,12 @@ def serve(
 ) -> None:
     """Many agents at one server: first tokens and tokens per second. Over HTTP, in process, and from transformers serve."""
     with report_errors():
-        from .. import traces
         from . import report
         from . import serve as bench
         from .environment import machine, versions
 
         wanted = bench.Options(numbers(agents, "agents"), max_tokens, transformers)
-        recorded = [one for path in workload or () for one in traces.read(path, tools_dir, episodes=episodes, calls=calls)]
+        recorded = [one for read in _recorded(workload or [], tools_dir, episodes, calls).values() for one in read]
         with report.Progress() as say:
             run = report.Run(None, say, {"bench": "serve", "machine": machine(), "versions": versions(), "model": model}, json_file)
             bench.run(model, recorded or bench.repeated(tools, calls, max(wanted.agents)), wanted, say, run.keep)

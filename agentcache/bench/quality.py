@@ -63,6 +63,7 @@ def run(engine: Engine, options: Options, say: Say, keep: Keep = lambda part: No
     episodes  per style: n, solved, and both per kind of dialogue
     selection per file of cases
     """
+    files = {path: read(path, options.tools_dir) for path in options.selection}  # before anything is asked
     ask, began = asking(engine), time.perf_counter()
     found: dict[str, Any] = {"rows": [], "episodes": [], "selection": [], "agents": options.agents}
 
@@ -77,8 +78,7 @@ def run(engine: Engine, options: Options, say: Say, keep: Keep = lambda part: No
             add("rows", {"split": split, "tools": tools, **asked(ask, cases, options.agents, f"{split}, {tools} tools", say)[0]})
     for style in options.styles if options.episodes else ():
         add("episodes", _episodes(ask, source.episodes(style, options.episodes), options.agents, say))
-    for path in options.selection:
-        cases = read(path, options.tools_dir)
+    for path, cases in files.items():
         add("selection", {"file": path.name, **asked(ask, cases, options.agents, path.name, say)[0]})
     return found
 

@@ -125,7 +125,7 @@ def read(path: Path, tools_dir: Path | None = None) -> list[Case]:
     catalogs: dict[str, int] = {}
     shared = functools.cache(functools.partial(traces.catalog, tools_dir or path.resolve().parent.parent / "tools"))
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"selection={str(path)!r}: cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -137,12 +137,14 @@ def read(path: Path, tools_dir: Path | None = None) -> list[Case]:
             first = row["expected"][0] if row["expected"] else None
             right = Right(first["name"], first["arguments"], first.get("acceptable")) if first else None
             query = str(row["query"])
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             form = '{"query": ..., "tools": [...], "expected": [{"name": ..., "arguments": {...}}]}'
             raise ConfigError(f"selection={str(path)!r}, line {number}: not a case ({error!r}); each line is {form}") from error
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         catalog = catalogs.setdefault(str(row.get("tools_ref", row.get("id", number))), len(catalogs))
         out.append(Case([*system, {"role": "user", "content": query}], tools, right, query, catalog))
+    if not out:
+        raise ConfigError(f"selection={str(path)!r}: no case is in it")
     return out
 
 

@@ -83,6 +83,18 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None,
     return found[0]
 
 
+def named(index: Index, name: str, namespace: str | None, fingerprint: str | None, adapter: str | None) -> list[ToolGroup]:
+    """All packs of texts that were learnt under that name, else the group of that name; ConfigError as of `one`."""
+    packs = [
+        group
+        for group in index.groups(namespace)
+        if group.documents == name and group.fingerprint.startswith(fingerprint or "") and of(group, adapter)
+    ]
+    if len({(group.namespace, group.fingerprint) for group in packs}) > 1:
+        raise ConfigError(f"texts {name!r} of several namespaces or models: give --namespace, --fingerprint or --adapter")
+    return packs or [one(index, name, namespace, fingerprint, adapter)]
+
+
 def of(group: ToolGroup, adapter: str | None) -> bool:
     """Tell whether an adapter whose digest starts so computed the group; any did for None, the base for an empty start."""
     return adapter is None or (group.adapter.startswith(adapter) if adapter else not group.adapter)
@@ -185,7 +197,7 @@ def given_tools(path: Path | None) -> list[Any]:
     if path is None:
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tools={str(path)!r} cannot be read: {error}") from error
     found = found.get("tools") if isinstance(found, dict) else found
@@ -203,7 +215,7 @@ def given_system(given: str | None) -> str | None:
             raise ConfigError(f"--system={given!r}: there is no such file; give one that is there, or the prompt itself")
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(given).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--system={given!r} cannot be read: {error}") from error
 

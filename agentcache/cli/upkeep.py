@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +17,7 @@ import typer
 
 from ..errors import ConfigError, StoreError
 from ..terminal import bar, bytes_of, report_errors, say_json, seconds_of, shown, size
-from .store import AdapterOption, FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
+from .store import AdapterOption, FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, named, one, opened
 
 if TYPE_CHECKING:
     from ..store.disk.folder import Folder
@@ -53,7 +56,9 @@ def prune(
     max_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Down to this size (5GB), what was used longest ago first.")] = None,
     older_than: Annotated[str | None, typer.Option(metavar="AGE", help="What was made longer ago than this (30d, 12h).")] = None,
     namespace: Annotated[str | None, typer.Option(help="What is in this namespace.")] = None,
-    group: Annotated[str | None, typer.Option(metavar="NAME", help="This tool group and what continues it.")] = None,
+    group: Annotated[
+        str | None, typer.Option(metavar="NAME", help="This tool group, or all texts learnt under this name, and what continues it.")
+    ] = None,
     session: Annotated[str | None, typer.Option(metavar="NAME", help="This session, its branches and what continues it.")] = None,
     fingerprint: FingerprintOption = None,
     adapter: AdapterOption = None,
@@ -65,6 +70,7 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Delete by size, age, namespace, tool group or session, or all. What others have pinned stays, unless --force."""
+    from ..store.admin.prune import Pruned
     from ..store.admin.prune import prune as pruned
     from ..store.tool_group import SESSION
 
@@ -78,17 +84,22 @@ def prune(
         most = None if max_size is None else bytes_of(max_size, "--max-size")
         age = None if older_than is None else seconds_of(older_than, "--older-than")
         with opened(store) as (folder, index):
-            which: ToolGroup | str | None = None if group is None else one(index, group, namespace, fingerprint, adapter)
-            space = None if which else namespace
-            which = _adapter(index, adapter) if adapter is not None and which is None else which
+            whole = None if adapter is None or group is not None else _adapter(index, adapter)
+            about: Sequence[ToolGroup | str | None] = [whole] if group is None else named(index, group, namespace, fingerprint, adapter)
+            space = None if about[0] else namespace
             folder = replace(folder, overwrite=overwrite)
-            done = pruned(folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run)
+            each = [
+                pruned(folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run)
+                for which in about
+            ]
+            done = Pruned(**{part.name: reduce(add, (getattr(one, part.name) for one in each)) for part in fields(Pruned)})
+            done.orphans, done.orphan_bytes = each[0].orphans, each[0].orphan_bytes  # one look at a folder counts
             left = index.total()
     if as_json:
         say_json({"store": str(folder.path), "dry_run": dry_run, **asdict(done), "left_pages": left[0], "left_bytes": left[1]})
         return
-    named = f", {count(len(done.groups), 'tool group')} ({', '.join(map(shown, done.groups))})" if done.groups else ""
-    typer.echo(f"{'would delete' if dry_run else 'deleted'}: {count(done.pages, 'page')}, {size(done.bytes)}{named}")
+    gone = f", {count(len(done.groups), 'tool group')} ({', '.join(map(shown, done.groups))})" if done.groups else ""
+    typer.echo(f"{'would delete' if dry_run else 'deleted'}: {count(done.pages, 'page')}, {size(done.bytes)}{gone}")
     if done.kept:
         typer.echo(f"kept: {count(done.kept, 'page')}, {size(done.kept_bytes)} that running processes have pinned (--force)")
     if done.orphans:

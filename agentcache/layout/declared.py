@@ -75,7 +75,7 @@ Rule = re.Pattern[str]
 def read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
     """The patterns of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError names the fault."""
     try:
-        found = tomllib.loads(Path(path).read_text("utf-8"))
+        found = tomllib.loads(Path(path).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"layout file {os.fspath(path)!r} cannot be read: {error}") from error
     tables = found.pop("volatile", [])

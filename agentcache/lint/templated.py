@@ -54,7 +54,7 @@ def load(name: str, chat_template: Path | None = None) -> Loaded:
 def read_template(path: Path) -> str:
     """The chat template in a file; ConfigError if it cannot be read, TemplateError if it is no template."""
     try:
-        return checked(path.read_text(encoding="utf-8"), str(path))
+        return checked(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"chat template {str(path)!r} is not UTF-8 (at byte {error.start}): save it as UTF-8") from error
     except OSError as error:

@@ -23,6 +23,7 @@ from ..errors import ConfigError, ModelError
 from .int8 import Int8Linear, wide
 from .kernels import linear_compiled
 from .kernels.linear_library import product_of_library
+from .loading import UNREADABLE
 from .numerics import safe_rows
 from .wrapped_weights import is_wrapper
 
@@ -169,8 +170,9 @@ def load(source: Any, model: nn.Module, layers: nn.ModuleList, scale: float = 1.
     try:
         config = PeftConfig.from_pretrained(source)
         weights = load_peft_weights(source, device="cpu")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"adapter {source!r} cannot be loaded: {error}. Pass a folder that PEFT saved, or a Hub id") from error
+    except UNREADABLE as error:
+        why = str(error) or type(error).__name__
+        raise ConfigError(f"adapter {source!r} cannot be loaded: {why}. Pass a folder that PEFT saved, or a Hub id") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"adapter {source!r} is of type {config.peft_type!s}: only LoRA, rsLoRA, DoRA and Activated LoRA are supported")
     _check(source, config, LoraConfig())

@@ -10,9 +10,11 @@ from copy import copy
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, TypedDict
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
@@ -23,6 +25,11 @@ from .kernels import linear_compiled
 from .wrapped_weights import is_quantized
 
 WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
+
+# of files that are missing, cut, damaged or of another kind
+UNREADABLE = (
+    OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, EOFError, UnpicklingError, SafetensorError,
+)  # fmt: skip
 
 
 class Loading(TypedDict, total=False):
@@ -90,7 +97,7 @@ def load(
             if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         why = str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {why}. {WAY}") from error
     if weights is not None:

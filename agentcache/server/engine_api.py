@@ -111,6 +111,7 @@ class ArrangeBody(EngineBody):
     messages: Messages
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
+    adapter: str | None = None
     template_kwargs: dict[str, Any] | None = None
 
 
@@ -123,7 +124,13 @@ class LearnBody(EngineBody):
     name: Annotated[str, Field(min_length=1, max_length=128)] = "documents"
     messages: Messages = Field(default_factory=list)
     separator: Text = "\n\n"
+    adapter: str | None = None
     pack_tokens: Annotated[int, Field(ge=1)] = PACK_TOKENS
+
+
+def _given(body: ArrangeBody | LearnBody, engine: Engine) -> dict[str, Any]:
+    """Options of the engine's call. A model's name may be that of an adapter."""
+    return {**body.model_dump(exclude={"model"}), "adapter": body.adapter or adapter_of(engine, body.model)}
 
 
 class UnlearnBody(EngineBody):
@@ -233,7 +240,7 @@ async def arrange(body: ArrangeBody, request: Request) -> Response:
     """The order of passages in which most of them are cached for the caller."""
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return asdict(engine.arrange(**body.model_dump(exclude={"model"}), namespace=tenant.namespace))
+        return asdict(engine.arrange(**_given(body, engine), namespace=tenant.namespace))
 
     return JSONResponse(await _run(request, body.model, work))
 
@@ -243,10 +250,8 @@ async def learn(body: LearnBody, request: Request) -> Response:
     """Compute texts for later prompts of the caller. Those with which the caller would pin too much are deleted again."""
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        if adapter_of(engine, body.model) is not None:
-            raise ConfigError(f"model={body.model!r}: is an adapter; texts are learnt under the base's weights")
         before = {group.name for group in engine.groups if group.namespace == tenant.namespace}
-        learnt = engine.learn(**body.model_dump(exclude={"model"}), namespace=tenant.namespace)
+        learnt = engine.learn(**_given(body, engine), namespace=tenant.namespace)
         made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
         try:
             for group in made:

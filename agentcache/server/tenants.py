@@ -63,7 +63,7 @@ class Tenants:
         if path is None:
             return cls(None, most)
         try:
-            plain = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            plain = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"keys={os.fspath(path)!r} cannot be read: {error}") from error
         if not plain:

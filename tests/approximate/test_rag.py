@@ -47,6 +47,29 @@ def test_questions_of_hotpotqa_and_multihoprag_are_read(tmp_path: Path) -> None:
         questions.questions(corpus, None, 1)
 
 
+def test_files_of_ones_own_are_read_or_refused_by_name(tmp_path: Path) -> None:
+    asked, corpus = tmp_path / "asked.jsonl", tmp_path / "corpus.jsonl"
+    hub = {"title": ["Mill"], "sentences": [["Ada built it.", " It stands."]]}
+    rows = [{"question": "Who?", "answer": None, "context": hub}, {"question": "Which year?", "answer": 1969, "context": ["Of the sea."]}]
+    asked.write_text("\n".join(map(json.dumps, rows)), "utf-8-sig")
+    found = questions.questions(None, asked, 5)
+    assert [(one.answers, one.found) for one in found] == [((), ("Mill\nAda built it. It stands.",)), (("1969",), ("Of the sea.",))]
+    corpus.write_text('"Ada\u2028built the mill."\r\n"?!"\r\n', "utf-8")
+    asked.write_text(json.dumps({"query": "Who built it?"}))
+    assert questions.questions(corpus, asked, 1)[0].found == ("Ada\u2028built the mill.",)
+    for text, why in (
+        ('"a"\n"b', "line 2: cannot be read"),
+        ("[" * 100_000, "line 1: cannot be read"),
+        ('"a"\n" "', "passage ' ': must be"),
+    ):
+        corpus.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            questions.questions(corpus, asked, 1)
+    asked.write_text(json.dumps({"query": "Who?", "context": 5}))
+    with pytest.raises(ConfigError, match="context=5 must be a list of passages"):
+        questions.questions(None, asked, 1)
+
+
 def test_cases_show_passages_in_another_order_and_among_others() -> None:
     asked = questions.questions(None, None, 6)
     found = questions.cases(asked, 4, shifts.DOCUMENTS)

@@ -55,6 +55,12 @@ def test_files_of_cases_are_read_and_bad_lines_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(given | {"tools_ref": "none"}))
     with pytest.raises(ConfigError, match="--tools-dir"):
         quality_cases.read(path)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no case is in it"):
+        quality_cases.read(path)
+    path.write_bytes(b'\xff{"query": "x"}')
+    with pytest.raises(ConfigError, match="line 1: not a case"):
+        quality_cases.read(path)
     path.write_text('{"query": "x"}')
     with pytest.raises(ConfigError, match="line 1: not a case"):
         quality_cases.read(path)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentcache import traces as trace_files
-from agentcache.bench import react, shapes
+from agentcache.bench import cli, react, shapes
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
@@ -69,12 +69,34 @@ def test_broken_workloads_are_named(traces: Path) -> None:
     (traces / "bad.jsonl").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="not JSON"):
         list(trace_files.read(traces / "bad.jsonl"))
+    for field, value in (("messages", 5), ("messages", [5]), ("tools", 5)):
+        (traces / "bad.jsonl").write_text(json.dumps({**CHAT[0], field: value}), encoding="utf-8")
+        with pytest.raises(ConfigError, match="line 1: not a chat episode"):
+            list(trace_files.read(traces / "bad.jsonl", tools_dir=traces.parent / "tools"))
+    for encoded in ('{"id": "\u00fc"}'.encode("latin-1"), b"[" * 100_000):
+        (traces / "bad.jsonl").write_bytes(encoded)
+        with pytest.raises(ConfigError, match="line 1: not JSON"):
+            list(trace_files.read(traces / "bad.jsonl"))
     with pytest.raises(ConfigError, match="without 'completions'"):
         trace_files.episode({"prompts": []}, traces)
     with pytest.raises(ConfigError, match="--tools-dir"):
         list(trace_files.read(traces / "chat.jsonl", tools_dir=traces))
     with pytest.raises(ConfigError, match="'fly'"):
         trace_files.episode({**CHAT[0], "tool_names": ["fly"]}, traces.parent / "tools")
+
+
+def test_a_trace_with_a_bom_may_name_no_tools(traces: Path) -> None:
+    plain = {key: value for key, value in CHAT[0].items() if key not in {"tools_ref", "tool_names", "tools_events"}}
+    (traces / "plain.jsonl").write_text(json.dumps({**plain, "tools": None}), "utf-8-sig")
+    [one] = trace_files.read(traces / "plain.jsonl")
+    assert {call.tools for call in one.calls} == {()}
+
+
+def test_traces_of_one_name_are_all_read(traces: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "text.jsonl").write_text(json.dumps(STEPS[0]))
+    [(name, found)] = cli._recorded([traces / "text.jsonl", other / "text.jsonl"], None, None, None).items()
+    assert (name, {one.kind for one in found}) == ("text", {"text", "chat_steps"})
 
 
 def test_replay_sums_calls_and_times(traces: Path, engine: Engine) -> None:
@@ -128,8 +150,9 @@ def test_command_says_plainly_what_is_wrong(traces: Path) -> None:
     assert "name a recorded trace" in nothing.output
 
 
-def test_a_workload_without_calls_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["react", "serve"])
+def test_a_workload_without_calls_is_refused(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty.jsonl").touch()
-    done = CliRunner().invoke(app, ["react", "--workload", str(tmp_path / "empty.jsonl")])
+    done = CliRunner().invoke(app, [command, "--workload", str(tmp_path / "empty.jsonl")])
     assert done.exit_code == 1
     assert "empty.jsonl': no recorded call" in done.stderr

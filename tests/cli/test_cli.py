@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import agentcache_llm
-from agentcache import __version__, terminal
+from agentcache import Schema, __version__, terminal
 from agentcache.bench import families, report
 from agentcache.cli import app as cli
+from agentcache.cli.store import given_system, given_tools
 from agentcache.errors import ConfigError
+from agentcache.layout.declared import read_rules
+from agentcache.lint.templated import read_template
+from agentcache.policy import Policy
+from agentcache.server.tenants import Tenants
 from tests import models
 from tests.checkout import ROOT
 
@@ -212,3 +219,24 @@ def test_rows_of_a_report() -> None:
     report = {"a": {"b": True, "c_bytes": 2**31, "d": None, "e": ["x", 1], "f": []}}
     rows = [(label.strip(), value) for label, value in terminal.lines(report)]
     assert rows == [("a", ""), ("b", "yes"), ("c", "2.0 GB"), ("d", "unknown"), ("e", "x, 1"), ("f", "none")]
+
+
+READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "tools": (given_tools, '[{"type": "function"}]'),
+    "system prompt": (lambda path: given_system(str(path)), "You are a clerk."),
+    "rules": (read_rules, "[[volatile]]\npattern = '^It is .*$'\n"),
+    "schema": (lambda path: Schema.from_file(path).name, "name = 'desk'\n[[parts]]\nname = 'a'\ntext = 'b'\n"),
+    "policy": (lambda path: Policy.read(path).rules, "[[rule]]\nrequests = 2\n"),
+    "keys": (lambda path: Tenants.read(path, 4).of(None, "k" * 40).name, f"[one]\nkey = {'k' * 40!r}\n"),
+    "chat template": (read_template, "{% for message in messages %}{{ message.content }}{% endfor %}"),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, kind: str) -> None:
+    read, text = READERS[kind]
+    found = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "given").write_text(text, encoding)
+        found.append(read(tmp_path / "given"))
+    assert found[0] == found[1]

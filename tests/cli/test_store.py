@@ -27,7 +27,7 @@ from agentcache.store.keys import Role, Scope
 from tests.checkout import ROOT
 from tests.engines import TOOLS, chat, decode, long_text
 from tests.store.index_rows import random_ids
-from tests.store.stocked_store import reads_back, store_group
+from tests.store.stocked_store import manifest_of, reads_back, store_group
 from tests.store.stored_pages import blob_path, edit_file
 
 PROMPT = random_ids(1200)
@@ -318,6 +318,21 @@ def test_prune_says_what_it_would_do_and_does_it(place: Path) -> None:
     found = told("prune", "--namespace", "tests", "--store", place)
     assert (found["pages"], found["groups"], found["left_pages"]) == (3, ["harbour/north"], 2)
     assert told("prune", "--all", "--store", place)["left_bytes"] == 0
+
+
+def test_prune_deletes_all_texts_learnt_under_a_name(place: Path) -> None:
+    with Index(Folder.open(place)) as index:
+        for number in range(3):
+            scope, pack = Scope("tests" if number < 2 else "alice", "weights"), random_ids(600, 7 + number)
+            store_group(index, pack, scope=scope)
+            index.put_group(replace(manifest_of(pack, f"notes/{number}", scope), sources=((f"text-{number}", "ab", 600),)))
+    assert "texts 'notes' of several namespaces or models: give --namespace" in refused("prune", "--group", "notes", "--store", place)
+    arguments = ("prune", "--group", "notes", "--namespace", "tests", "--store", place)
+    assert "would delete: 4 pages" in said(*arguments, "--dry-run")
+    found = told(*arguments)
+    assert (found["pages"], sorted(found["groups"]), found["left_pages"]) == (4, ["notes/0", "notes/1"], 7)
+    assert "no tool group 'notes'" in refused(*arguments)
+    assert told("prune", "--group", "notes", "--store", place)["groups"] == ["notes/2"]
 
 
 def test_prune_by_size_and_age(place: Path) -> None:

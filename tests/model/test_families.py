@@ -280,6 +280,15 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
             HFModel(other)
 
 
+def test_weights_that_are_cut_are_refused_by_name(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    for size in (weights.stat().st_size // 2, 0):
+        weights.write_bytes(weights.read_bytes()[:size])
+        with pytest.raises(ModelLoadError, match="cannot be loaded: Error while deserializing header"):
+            load(tmp_path)
+
+
 def test_several_devices_are_named() -> None:
     model = models.build("llama")
     model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import Engine, RemoteEngine
+from agentcache import PASSAGES, Engine, RemoteEngine
 from agentcache.errors import ConfigError
 from tests.engines import chat, decode
 from tests.saved_adapters import save
@@ -61,6 +61,17 @@ def test_a_remote_engine_names_it_as_model_or_adapter(served: Served, local: Eng
         assert base.probe(only).computed_tokens > 1
         with pytest.raises(ConfigError, match="adapter='critic': there is none of that name"):
             base.generate(ASKED, adapter="critic")
+
+
+def test_texts_are_learnt_and_ordered_under_its_name(served: Served) -> None:
+    texts = [f"Note {number}: {'the quay is wet. ' * 12}" for number in range(3)]
+    asked = [{"role": "user", "content": f"{PASSAGES} Why?"}]
+    with RemoteEngine(served.url) as base, RemoteEngine(served.url, model="judge") as other:
+        other.learn(texts)
+        for order in (other.arrange(texts[::-1], asked).order, base.arrange(texts[::-1], asked, adapter="judge").order):
+            assert order == (2, 1, 0)
+        assert base.arrange(texts[::-1], asked).order == (0, 1, 2)
+        assert base.learn(texts, adapter="judge").known == 3
 
 
 def test_a_tool_group_of_an_adapter_is_its_own(served: Served, local: Engine) -> None:

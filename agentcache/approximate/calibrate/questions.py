@@ -43,7 +43,7 @@ class Retriever:
     def __init__(self, passages: Sequence[str]) -> None:
         self.passages = passages
         self._counts = [Counter(_words(text)) for text in passages]
-        self._mean = sum(sum(each.values()) for each in self._counts) / len(passages)
+        self._mean = sum(sum(each.values()) for each in self._counts) / len(passages) or 1.0  # some have no words
         among = Counter(word for each in self._counts for word in each)
         self._weight = {word: math.log(1 + (len(passages) - n + 0.5) / (n + 0.5)) for word, n in among.items()}
 
@@ -130,24 +130,33 @@ def _shipped(top: int) -> list[Question]:
 
 
 def _read(path: Path) -> list[Any]:
+    found: Any = []
+    at = ""
     try:
-        text = path.read_text("utf-8")
-        found = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read as JSON: {error}") from error
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(path.read_bytes().splitlines(), 1):  # of text, it would cut at other characters, too
+                at = f", line {number}"
+                found += [json.loads(line)] if line.strip() else []
+        else:
+            found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r}{at}: cannot be read as JSON: {error}") from error
     if not isinstance(found, list) or not found:
         raise ConfigError(f"{str(path)!r}: must hold a list that is not empty")
     return found
 
 
 def _text(one: Any) -> str:
-    """A passage: a text, or an object with title and body (MultihopRAG) or text."""
-    if isinstance(one, str):
-        return one
-    body = one.get("body") or one.get("text") or one.get("content") if isinstance(one, dict) else None
-    if not isinstance(body, str):
-        raise ConfigError(f"passage {one!r:.100}: must be a text, or an object with `body` or `text`")
-    return f"{one['title']}\n{body}" if one.get("title") else body
+    """A passage: a text, an object with title and body (MultihopRAG) or text, or a title with its sentences (HotpotQA)."""
+    title, body = None, one
+    if isinstance(one, dict):
+        title, body = one.get("title"), one.get("body") or one.get("text") or one.get("content")
+    elif isinstance(one, list | tuple) and len(one) == 2:
+        title, body = one
+        body = "".join(body) if isinstance(body, list) and all(isinstance(part, str) for part in body) else body
+    if not isinstance(body, str) or not (title or body.strip()):
+        raise ConfigError(f"passage {one!r:.100}: must be a text that is not empty, or an object with `body` or `text`")
+    return f"{title}\n{body}" if title else body
 
 
 def _question(one: Any, retriever: Retriever | None, top: int) -> Question:
@@ -155,9 +164,13 @@ def _question(one: Any, retriever: Retriever | None, top: int) -> Question:
     text = one.get("question") or one.get("query") if isinstance(one, dict) else None
     if not isinstance(text, str):
         raise ConfigError(f"question {one!r:.100}: must be an object with `question` or `query`")
-    answer = one.get("answer", ())
-    answers = (answer,) if isinstance(answer, str) else tuple(answer)
+    answer = one.get("answer")
+    answers = tuple(map(str, answer if isinstance(answer, list) else () if answer is None else (answer,)))
     if context := one.get("context"):
-        return Question(text, "", answers, tuple(f"{title}\n{''.join(sentences)}" for title, sentences in context)[:top])
+        if isinstance(context, dict):  # HotpotQA as the Hub has it
+            context = list(zip(context.get("title", ()), context.get("sentences", ()), strict=False))
+        if not isinstance(context, list):
+            raise ConfigError(f"question {text!r:.100}: context={context!r:.100} must be a list of passages")
+        return Question(text, "", answers, tuple(map(_text, context[:top])))
     assert retriever is not None
     return Question(text, "", answers, retriever.best(text, top))

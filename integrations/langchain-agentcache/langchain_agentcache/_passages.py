@@ -70,7 +70,7 @@ class CacheAwareOrder(_Passages):
         """The documents in the order in which they are to be shown."""
         if len(documents) < 2:
             return list(documents)
-        found = self.engine.arrange(self._texts(documents), self._messages(), namespace=self._model.namespace)
+        found = self.engine.arrange(self._texts(documents), self._messages(), namespace=self._model.namespace, adapter=self._model.adapter)
         shown = [documents[number] for number in found.order]
         told = {**shown[0].metadata, KEY: "ranks"}  # a document prompt may ask for any key that all documents have
         return [*shown, Document(page_content=found.ranks, metadata=told)] if self._ranks and found.ranks else shown
@@ -79,7 +79,7 @@ class CacheAwareOrder(_Passages):
 class LearnDocuments(_Passages):
     """Computes documents at index time, before they go into a vector store. A changed one takes the place of the old one.
 
-    A document is known by its id, or else by its text.
+    A document is known by its id, or else by its text, as the prompt shows it.
     """
 
     def __init__(self, model: ChatAgentCache, prompt: BasePromptTemplate[Any], *, name: str = "documents", **options: Any) -> None:
@@ -88,14 +88,20 @@ class LearnDocuments(_Passages):
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
         """The documents, each with the digest under which it is learnt in its metadata."""
-        named = {_source(document): text for document, text in zip(documents, self._texts(documents), strict=True) if text.strip()}
+        texts = self._texts(documents)
+        sources = [_source(document, text) for document, text in zip(documents, texts, strict=True)]
         learnt = self.engine.learn(
-            named, messages=self._messages(), name=self._name, separator=self._separator, namespace=self._model.namespace
+            {source: text for source, text in zip(sources, texts, strict=True) if text.strip()},
+            messages=self._messages(),
+            name=self._name,
+            separator=self._separator,
+            namespace=self._model.namespace,
+            adapter=self._model.adapter,
         )
         digests = {one.source: one.digest for one in learnt.documents}
         return [
-            document.model_copy(update={"metadata": {**document.metadata, KEY: digests.get(_source(document), "")}})
-            for document in documents
+            document.model_copy(update={"metadata": {**document.metadata, KEY: digests.get(source, "")}})
+            for document, source in zip(documents, sources, strict=True)
         ]
 
     def release(self, sources: Sequence[str]) -> int:
@@ -103,5 +109,5 @@ class LearnDocuments(_Passages):
         return self.engine.unlearn(sources, name=self._name, namespace=self._model.namespace)
 
 
-def _source(document: Document) -> str:
-    return document.id or hashlib.blake2b(document.page_content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+def _source(document: Document, shown: str) -> str:
+    return document.id or hashlib.blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import VOCAB, tokenizer, user
-from llama_index.llms.agentcache import AgentCacheLLM
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.llms.agentcache import AgentCacheLLM, CacheAwareOrder, LearnNodes
 from peft import LoraConfig, get_peft_model
 
 from agentcache import toy
@@ -30,3 +31,8 @@ def test_a_model_and_a_call_name_their_adapter(tmp_path: Path) -> None:
         assert base.engine is other.engine
         with pytest.raises(ConfigError, match="adapter='critic': there is none of that name"):
             base.chat([user("When is high water?")], adapter="critic")
+        nodes = [TextNode(text=f"Note {number}: {'the quay is wet. ' * 12}") for number in range(3)]
+        LearnNodes(llm=other)(nodes)
+        found = [NodeWithScore(node=node) for node in nodes[::-1]]
+        assert CacheAwareOrder(llm=other, ranks=False).postprocess_nodes(found) == found[::-1]
+        assert CacheAwareOrder(llm=base, ranks=False).postprocess_nodes(found) == found

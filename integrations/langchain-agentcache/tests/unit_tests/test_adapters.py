@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from harbour import ASKED
-from langchain_agentcache import AgentCacheLLM, ChatAgentCache
+from langchain_agentcache import AgentCacheLLM, CacheAwareOrder, ChatAgentCache, LearnDocuments
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from agentcache.errors import ConfigError
+
+PROMPT = ChatPromptTemplate.from_messages([("system", "{context}"), ("user", "{input}")])
 
 
 @pytest.fixture
@@ -37,3 +41,17 @@ def test_a_model_and_a_call_name_their_adapter(form: Any, model_folder: str, jud
             assert other.warm("A keeper of the harbour.", name="keeper").adapter == base._engine().adapters["judge"]
         with pytest.raises(ConfigError, match="adapter='critic': there is none of that name"):
             base.invoke(ASKED, adapter="critic")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_documents_are_learnt_and_ordered_for_its_adapter(model_folder: str, judge: str) -> None:
+    made = {"model": model_folder, "adapters": {"judge": judge}, "adapter": "judge", "max_tokens": 2, "cache_dir": ""}
+    documents = [Document(page_content=f"Note {number}: {'the quay is wet. ' * 12}") for number in range(3)]
+    with ChatAgentCache(**made) as model:
+        learn = LearnDocuments(model, PROMPT)
+        learn.transform_documents(documents)
+        shown = CacheAwareOrder(model, PROMPT, ranks=False).transform_documents(documents[::-1])
+        assert shown == documents
+        texts = "\n\n".join(document.page_content for document in documents)
+        usage = model.invoke(PROMPT.invoke({"context": texts, "input": "?"})).usage_metadata
+        assert usage["input_token_details"]["cache_read"] > 0.8 * usage["input_tokens"]

@@ -85,6 +85,15 @@ def test_a_document_prompt_shapes_what_is_learnt(model: ChatAgentCache) -> None:
     assert {one.source for one in engine.documents("log", namespace=model.namespace)} == {"1", "2", "3"}
 
 
+def test_equal_contents_that_are_shown_otherwise_are_two_texts(model: ChatAgentCache) -> None:
+    shaped = PromptTemplate.from_template("[{place}] {page_content}")
+    documents = [Document(page_content=recipes.LOG[0], metadata={"place": place}) for place in ("mole", "quay")]
+    learn = LearnDocuments(model, recipes.PROMPT, document_prompt=shaped)
+    digests = [document.metadata["agentcache"] for document in learn.transform_documents(documents)]
+    assert len({*digests}) == 2
+    assert digests == [one.digest for one in learn.engine.documents(namespace=model.namespace)]
+
+
 def test_a_prompt_without_a_place_for_documents_is_refused(model: ChatAgentCache) -> None:
     with pytest.raises(errors.ConfigError, match="no {context}"):
         CacheAwareOrder(model, ChatPromptTemplate.from_messages([("user", "{input}")]))

@@ -44,7 +44,7 @@ class CacheAwareOrder(BaseNodePostprocessor):
             return nodes
         texts = [node.node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes]
         prompt = _prompt(self.llm, self.prompt, query_str=query_bundle.query_str if query_bundle else "")
-        found = self.llm.engine.arrange(texts, prompt, namespace=self.llm.namespace)
+        found = self.llm.engine.arrange(texts, prompt, namespace=self.llm.namespace, adapter=self.llm.additional_kwargs.get("adapter"))
         shown = [nodes[number] for number in found.order]
         if self.ranks and found.ranks:
             shown.append(NodeWithScore(node=TextNode(text=found.ranks), score=0.0))
@@ -67,6 +67,7 @@ class LearnNodes(TransformComponent):
             separator=self.separator,
             name=self.name,
             namespace=self.llm.namespace,
+            adapter=self.llm.additional_kwargs.get("adapter"),
         )
         digests = {one.source: one.digest for one in learnt.documents}
         for node in nodes:
