@@ -66,8 +66,13 @@ def _tried(template: str) -> tuple[bool | None, bool | None]:
 def _context(config: Mapping[str, Any]) -> int | None:
     """The longest sequence of a config.json; models that read pictures as well say it under "text_config"."""
     inner = config.get("text_config")
-    found = config.get("max_position_embeddings") or (inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None)
-    return found if isinstance(found, int) else None
+    said = config if config.get("max_position_embeddings") or not isinstance(inner, Mapping) else inner
+    found, rope = said.get("max_position_embeddings"), said.get("rope_parameters") or said.get("rope_scaling")
+    if not isinstance(found, int) or not isinstance(rope, Mapping) or not rope.get("factor"):
+        return found if isinstance(found, int) else None
+    from .model.rope import longest  # loads torch, so only where there is a factor
+
+    return longest(found, rope)
 
 
 class _Files:
