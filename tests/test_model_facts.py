@@ -35,7 +35,7 @@ def test_of_a_folder_and_of_its_engine(model_folder: Path) -> None:
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),  # as DeepSeek's config says it
         ({"type": "linear", "factor": 2.0}, 128),
         ({"type": "dynamic", "factor": 2.0}, 128),
-        ({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"type": "llama3", "factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16}, 64),
     ],
 )
 def test_a_context_that_rope_stretches(rope: dict[str, Any], tokens: int, tmp_path: Path) -> None:

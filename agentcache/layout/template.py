@@ -61,6 +61,7 @@ class Template:
         self._sources: dict[str, str] = {}
         self._lock = threading.Lock()
         self._shapes: dict[bool, Shape] = {}
+        self._parts: dict[bool, bool] = {}
 
     @property
     def identity(self) -> bytes:
@@ -69,14 +70,20 @@ class Template:
         return hashlib.blake2b(repr((source, self._repairs, self._date)).encode(), digest_size=16).digest()
 
     def render(
-        self, messages: Sequence[Plain], tools: Sequence[Plain], generation: bool = True, kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Plain],
+        tools: Sequence[Plain],
+        generation: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        as_given: bool = False,
     ) -> str:
+        """The prompt; texts as parts where the template shows no others, unless they are to stay as given."""
         import jinja2  # transformers needs it for any chat template; imported here so that a raw prompt does not
 
         source = self.source(bool(tools))
         render = partial(
             self._tokenizer.apply_chat_template,
-            list(messages),
+            list(messages) if as_given or not self.takes_parts(bool(tools)) else list(map(_in_parts, messages)),
             tools=list(tools) or None,
             chat_template=source,
             add_generation_prompt=generation,
@@ -98,6 +105,14 @@ class Template:
                 "chat_template="
             )
         return text
+
+    def takes_parts(self, tools: bool) -> bool:
+        """Tell whether it drops a content that is a text, and shows one of parts, as templates of models that also see."""
+        if tools not in self._parts:  # two threads may both find out: the same value twice
+            text, given = {"role": "user", "content": FIRST}, (TOOL,) if tools else ()
+            shown = "text" not in self.source(tools) or FIRST in (self.attempt([text], given, as_given=True) or "")
+            self._parts[tools] = not shown and FIRST in (self.attempt([_in_parts(text)], given, as_given=True) or "")
+        return self._parts[tools]
 
     def source(self, tools: bool) -> str:
         """The template's text, repaired; a tokenizer may have one for tools and one without."""
@@ -158,11 +173,16 @@ class Template:
         return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
 
     def attempt(
-        self, messages: Sequence[Plain], tools: Sequence[Plain] = (), generation: bool = True, kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Plain],
+        tools: Sequence[Plain] = (),
+        generation: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        as_given: bool = False,
     ) -> str | None:
         """The same; None if the template refuses these messages."""
         try:
-            return self.render(messages, tools, generation, kwargs)
+            return self.render(messages, tools, generation, kwargs, as_given)
         except EndlessError:
             raise
         except PromptError:
@@ -210,6 +230,11 @@ class Template:
             if kind in ("call", "assistant"):
                 headers.setdefault((before, "assistant" if kind == "call" else "call"), text)
         return Shape(headers, closers, generation)
+
+
+def _in_parts(message: Plain) -> Plain:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 def tool_step(calls: int, number: int, foreign: bool = False) -> list[Plain]:

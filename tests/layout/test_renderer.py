@@ -14,7 +14,7 @@ from agentcache.errors import ConfigError, MessageError, TemplateError
 from agentcache.layout import Renderer
 from agentcache.layout.tokenise import Encoder
 from agentcache.types import Layout, Message, ToolCall
-from tests.chat_templates import KINDS, NO_TOOLS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
+from tests.chat_templates import KINDS, NO_TOOLS, PARTS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
 from tests.layout.renderers import CONVERSATIONS, TOOLS, check_cover, renderer_of, stock_ids
 
 
@@ -119,6 +119,20 @@ def test_differences_are_named() -> None:
     assert "tools reordered: sorted" in layout.differences
     assert layout.text.count("call00001") == 2
     assert "id0000000" not in layout.text
+
+
+def test_texts_are_parts_where_a_template_shows_no_others() -> None:
+    renderer = renderer_of(PARTS)
+    texts = [message for message in episode(0) if message["content"]]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in texts]
+    layout = renderer.render(texts)
+    assert layout.ids == renderer.render(parts).ids == stock_ids(tokenizer(), PARTS, parts, [])
+    assert layout.differences == ("each text shown as a part: the template drops others",)
+    check_cover(layout)
+    assert shown(layout, "turn", 1) == "<|im_start|>user: Find me a flight to Lisbon<|im_end|>\n"
+    assert renderer.render(texts[:1]).prefix_tokens > 0
+    for messages in (texts, parts):  # a stock prompt says what the tokenizer's own says, even nothing
+        assert renderer.render(messages, rendering="stock").ids == stock_ids(tokenizer(), PARTS, messages, [])
 
 
 def test_equal_requests_get_equal_prompts() -> None:
