@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from ..errors import PromptError, TemplateError
+from ..errors import ConfigError, PromptError, TemplateError, shown
 from .plain import Plain
 from .rendering import EndlessError, bounded
 from .tokenise import common_chars
@@ -55,7 +55,10 @@ class Template:
 
     def __init__(self, tokenizer: Any, chat_template: str | None, repairs: Sequence[str] = (), date: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._given = chat_template
+        named = getattr(tokenizer, "chat_template", None)
+        self._given = named.get(chat_template, chat_template) if isinstance(named, dict) else chat_template
+        if self._given is not None and (not isinstance(self._given, str) or "{" not in self._given):
+            raise ConfigError(f"chat_template={shown(chat_template)}: shows no messages; give the text of a Jinja template, not its file")
         self._repairs, self._date = tuple(repairs), date
         self._dated = {"date_string": datetime.fromisoformat(date).strftime("%d %b %Y")} if date else {}  # where a template asks for no day
         self._sources: dict[str, str] = {}
@@ -131,8 +134,10 @@ class Template:
         try:
             source = self._tokenizer.get_chat_template(None, [TOOL] if tools else None)
         except (ValueError, AttributeError) as error:
+            named = list(getattr(self._tokenizer, "chat_template", None) or ())
             raise TemplateError(
-                f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template: pass chat_template=..., "
+                f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template"
+                f"{f' called default, but {named!r}' if named else ''}: pass chat_template=..., "
                 "or give the whole prompt as a string instead of messages"
             ) from error
         return str(source)

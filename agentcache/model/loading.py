@@ -10,9 +10,11 @@ from copy import copy
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, TypedDict
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
@@ -22,6 +24,8 @@ from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from .kernels import linear_compiled
 from .wrapped_weights import is_quantized
 
+_FAULTS = (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError)
+_DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
 WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
 
 
@@ -90,8 +94,8 @@ def load(
             if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        why = str(error).strip().rstrip(".")
+    except (*_FAULTS, *_DAMAGED) as error:
+        why = "a file of its weights is damaged: download it again" if isinstance(error, _DAMAGED) else str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {why}. {WAY}") from error
     if weights is not None:
         quantize(loaded)

@@ -280,6 +280,15 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
             HFModel(other)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("left", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"], ids=["empty", "pointer"])
+def test_a_damaged_file_of_weights_is_named(name: str, left: bytes, tmp_path: Path) -> None:
+    models.build("llama").config.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(left)
+    with pytest.raises(ModelLoadError, match="cannot be loaded: a file of its weights is damaged: download it again"):
+        load(tmp_path)
+
+
 def test_several_devices_are_named() -> None:
     model = models.build("llama")
     model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}
