@@ -91,7 +91,7 @@ class _Files:
         elif isinstance(many := config.get("chat_template"), list):  # several, by name
             named = {each.get("name"): each.get("template") for each in many if isinstance(each, Mapping)}
             config["chat_template"] = named.get("tool_use") or named.get("default")
-        return config
+        return {**self.json("chat_template.json"), **config}  # of a processor, where the tokenizer has none
 
     def json(self, name: str) -> dict[str, Any]:
         """The object of a JSON file; empty if it is missing, or broken."""

@@ -60,6 +60,16 @@ def test_of_a_chat_template_that_is_given(model_folder: Path) -> None:
     assert of("{% for %}").tool_calling is False, "it shows nothing"
 
 
+def test_a_chat_template_in_the_file_of_a_processor(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "copy")
+    (tmp_path / "copy" / "chat_template.jinja").unlink()
+    (tmp_path / "copy" / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert ModelFacts.of_files(str(tmp_path / "copy")).later_system is True
+    with Engine(str(tmp_path / "copy"), store=None) as engine:
+        assert ModelFacts.of_engine(engine).later_system is True
+        assert engine.tokenizer.chat_template == CHATML
+
+
 def test_of_a_chat_template_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "LIMIT_S", 0.05)
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
