@@ -66,8 +66,13 @@ def _tried(template: str) -> tuple[bool | None, bool | None]:
 def _context(config: Mapping[str, Any]) -> int | None:
     """The longest sequence of a config.json; models that read pictures as well say it under "text_config"."""
     inner = config.get("text_config")
-    found = config.get("max_position_embeddings") or (inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None)
-    return found if isinstance(found, int) else None
+    said = config if config.get("max_position_embeddings") or not isinstance(inner, Mapping) else inner
+    found, rope = said.get("max_position_embeddings"), said.get("rope_parameters") or said.get("rope_scaling")
+    if not isinstance(found, int) or not isinstance(rope, Mapping) or not rope.get("factor"):
+        return found if isinstance(found, int) else None
+    from .model.rope import longest  # loads torch, so only where there is a factor
+
+    return longest(found, rope)
 
 
 class _Files:
@@ -86,7 +91,7 @@ class _Files:
         elif isinstance(many := config.get("chat_template"), list):  # several, by name
             named = {each.get("name"): each.get("template") for each in many if isinstance(each, Mapping)}
             config["chat_template"] = named.get("tool_use") or named.get("default")
-        return config
+        return {**self.json("chat_template.json"), **config}  # of a processor, where the tokenizer has none
 
     def json(self, name: str) -> dict[str, Any]:
         """The object of a JSON file; empty if it is missing, or broken."""

@@ -421,7 +421,7 @@ def adapted(model: Any, names: tuple[str, ...] = ("one",), **options: Any) -> It
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT reads what transformers deprecates
             torch.manual_seed(seed)
-            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+            config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options})
             if wrapped is None:
                 wrapped = get_peft_model(model, config, adapter_name=name)
             else:

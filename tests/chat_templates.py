@@ -107,6 +107,11 @@ DATED = """{{ bos_token + '<|start|>system<|end|>' }}
 NO_TOOLS = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
+# Shows the parts of a content; of one that is a text, nothing (SmolVLM, LLaVA).
+PARTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + (':' if m.content[0].type == 'image' else ': ') }}
+{%- for line in m.content %}{% if line.type == 'text' %}{{ line.text }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"""
+
 TOOL_TEMPLATES = {
     "chatml": CHATML,
     "first_user": FIRST_USER,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentcache import Engine, ModelFacts, embedded
+from agentcache import Engine, ModelFacts, Sampling, embedded
+from agentcache.errors import ContextOverflowError
 from agentcache.layout import rendering
 from agentcache.toy import CHAT_TEMPLATE
+from tests import models
 from tests.chat_templates import CHATML
 
 NO_TOOLS = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
@@ -25,6 +28,29 @@ def test_of_a_folder_and_of_its_engine(model_folder: Path) -> None:
         assert ModelFacts.of_engine(engine, chat_template=NO_TOOLS).tool_calling is False
 
 
+@pytest.mark.parametrize(
+    ("rope", "tokens"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),  # as Qwen's model cards say it
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),  # as DeepSeek's config says it
+        ({"type": "linear", "factor": 2.0}, 128),
+        ({"type": "dynamic", "factor": 2.0}, 128),
+        ({"type": "llama3", "factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16}, 64),
+    ],
+)
+def test_a_context_that_rope_stretches(rope: dict[str, Any], tokens: int, tmp_path: Path) -> None:
+    models.build("qwen2", max_position_embeddings=64).save_pretrained(tmp_path)
+    models.toy_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": None, "rope_theta": 1e6, "rope_scaling": rope}))
+    assert ModelFacts.of_files(str(tmp_path)).context_tokens == tokens
+    with Engine(str(tmp_path), store=None) as engine:
+        assert ModelFacts.of_engine(engine).context_tokens == tokens
+        assert engine.generate("tide " * (tokens // 8), sampling=Sampling(ignore_eos=True)).receipt.prompt_tokens < tokens
+        with pytest.raises(ContextOverflowError):
+            engine.generate("tide and wind " * tokens)
+
+
 def test_of_a_chat_template_that_is_given(model_folder: Path) -> None:
     of = lambda template: ModelFacts.of_files(str(model_folder), chat_template=template)  # noqa: E731
     assert of(NO_TOOLS).tool_calling is False
@@ -32,6 +58,16 @@ def test_of_a_chat_template_that_is_given(model_folder: Path) -> None:
     assert of(NO_TOOLS + "{# [THINK] #}").reasoning is True
     assert of(CHATML).later_system is True
     assert of("{% for %}").tool_calling is False, "it shows nothing"
+
+
+def test_a_chat_template_in_the_file_of_a_processor(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "copy")
+    (tmp_path / "copy" / "chat_template.jinja").unlink()
+    (tmp_path / "copy" / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert ModelFacts.of_files(str(tmp_path / "copy")).later_system is True
+    with Engine(str(tmp_path / "copy"), store=None) as engine:
+        assert ModelFacts.of_engine(engine).later_system is True
+        assert engine.tokenizer.chat_template == CHATML
 
 
 def test_of_a_chat_template_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -455,3 +455,14 @@ def test_an_adapter_that_starts_at_its_own_tokens_is_refused() -> None:
             wrapped.base_model.enable_adapter_layers()
             with pytest.raises(ModelError, match="invocation tokens"):
                 running.generate(PROMPTS[0], sampling=decode(3))
+
+
+def test_an_adapter_of_embeddings_promises_no_bits() -> None:
+    """PEFT multiplies its rows by no linear layer: how many there are decides their bits, which a proof sees by chance."""
+    for target, promised in (("v_proj", True), ("embed_tokens", False)):
+        with adapted(models.build("llama"), ("one",), target_modules=[target]) as wrapped, engine(model=wrapped) as running:
+            first, again = (running.generate(PROMPTS[0], sampling=decode(3)) for _ in range(2))
+            assert running.fingerprint is not None
+            assert running.fingerprint.foreign is not promised
+            assert (again.ids, again.receipt.bitwise) == (first.ids, promised)
+            assert again.receipt.cached_tokens > 0

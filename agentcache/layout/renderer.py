@@ -149,7 +149,8 @@ class Renderer:
 
     def _shown(self, request: Request, generation: bool) -> tuple[str, Frame]:
         tools = request.tools.schemas
-        text = self._template.render([turn.data for turn in request.turns], tools, generation, request.options.kwargs)
+        messages, stock = [turn.data for turn in request.turns], request.options.rendering == "stock"
+        text = self._template.render(messages, tools, generation, request.options.kwargs, as_given=stock)
         return text, Frame(request.turns, request.keys[1:], self._template.shape(bool(tools)), request.tools.text, generation)
 
     def remember(

@@ -123,6 +123,8 @@ class Requests:
         notes = [*listed.notes, *(note for note in notes if note != ABSENT or not self.report.absent_is_empty)]
         if renamed and self.report.renders_call_ids:
             notes.append("tool-call ids replaced by their position")
+        if self._template.takes_parts(bool(tools)):
+            notes.append("each text shown as a part: the template drops others")
         return Request(turns, listed, notes, chain(listed.root, turns), options)
 
     def canon(self) -> Canon:

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from ..errors import PromptError, TemplateError
+from ..errors import ConfigError, PromptError, TemplateError, shown
 from .plain import Plain
 from .rendering import EndlessError, bounded
 from .tokenise import common_chars
@@ -55,12 +55,16 @@ class Template:
 
     def __init__(self, tokenizer: Any, chat_template: str | None, repairs: Sequence[str] = (), date: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._given = chat_template
+        named = getattr(tokenizer, "chat_template", None)
+        self._given = named.get(chat_template, chat_template) if isinstance(named, dict) else chat_template
+        if self._given is not None and (not isinstance(self._given, str) or "{" not in self._given):
+            raise ConfigError(f"chat_template={shown(chat_template)}: shows no messages; give the text of a Jinja template, not its file")
         self._repairs, self._date = tuple(repairs), date
         self._dated = {"date_string": datetime.fromisoformat(date).strftime("%d %b %Y")} if date else {}  # where a template asks for no day
         self._sources: dict[str, str] = {}
         self._lock = threading.Lock()
         self._shapes: dict[bool, Shape] = {}
+        self._parts: dict[bool, bool] = {}
 
     @property
     def identity(self) -> bytes:
@@ -69,14 +73,20 @@ class Template:
         return hashlib.blake2b(repr((source, self._repairs, self._date)).encode(), digest_size=16).digest()
 
     def render(
-        self, messages: Sequence[Plain], tools: Sequence[Plain], generation: bool = True, kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Plain],
+        tools: Sequence[Plain],
+        generation: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        as_given: bool = False,
     ) -> str:
+        """The prompt; texts as parts where the template shows no others, unless they are to stay as given."""
         import jinja2  # transformers needs it for any chat template; imported here so that a raw prompt does not
 
         source = self.source(bool(tools))
         render = partial(
             self._tokenizer.apply_chat_template,
-            list(messages),
+            list(messages) if as_given or not self.takes_parts(bool(tools)) else list(map(_in_parts, messages)),
             tools=list(tools) or None,
             chat_template=source,
             add_generation_prompt=generation,
@@ -99,6 +109,14 @@ class Template:
             )
         return text
 
+    def takes_parts(self, tools: bool) -> bool:
+        """Tell whether it drops a content that is a text, and shows one of parts, as templates of models that also see."""
+        if tools not in self._parts:  # two threads may both find out: the same value twice
+            text, given = {"role": "user", "content": FIRST}, (TOOL,) if tools else ()
+            shown = "text" not in self.source(tools) or FIRST in (self.attempt([text], given, as_given=True) or "")
+            self._parts[tools] = not shown and FIRST in (self.attempt([_in_parts(text)], given, as_given=True) or "")
+        return self._parts[tools]
+
     def source(self, tools: bool) -> str:
         """The template's text, repaired; a tokenizer may have one for tools and one without."""
         source = self._original(tools)
@@ -116,8 +134,10 @@ class Template:
         try:
             source = self._tokenizer.get_chat_template(None, [TOOL] if tools else None)
         except (ValueError, AttributeError) as error:
+            named = list(getattr(self._tokenizer, "chat_template", None) or ())
             raise TemplateError(
-                f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template: pass chat_template=..., "
+                f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template"
+                f"{f' called default, but {named!r}' if named else ''}: pass chat_template=..., "
                 "or give the whole prompt as a string instead of messages"
             ) from error
         return str(source)
@@ -158,11 +178,16 @@ class Template:
         return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
 
     def attempt(
-        self, messages: Sequence[Plain], tools: Sequence[Plain] = (), generation: bool = True, kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Plain],
+        tools: Sequence[Plain] = (),
+        generation: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        as_given: bool = False,
     ) -> str | None:
         """The same; None if the template refuses these messages."""
         try:
-            return self.render(messages, tools, generation, kwargs)
+            return self.render(messages, tools, generation, kwargs, as_given)
         except EndlessError:
             raise
         except PromptError:
@@ -210,6 +235,11 @@ class Template:
             if kind in ("call", "assistant"):
                 headers.setdefault((before, "assistant" if kind == "call" else "call"), text)
         return Shape(headers, closers, generation)
+
+
+def _in_parts(message: Plain) -> Plain:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 def tool_step(calls: int, number: int, foreign: bool = False) -> list[Plain]:

@@ -166,11 +166,12 @@ def refuse_activated(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def foreign(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether code takes part that is not ours, torch's, transformers' or a LoRA of PEFT: nobody has looked at the bits of its rows."""
+    """Whether code takes part that is not ours, torch's, transformers' or PEFT's LoRA of a product: nobody saw the bits of its rows."""
     for module in modules:
         forward = module.__dict__.get("forward", type(module).forward)
         source = getattr(forward, "__globals__", {}).get("__name__", "")
-        if root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache") and not source.startswith("peft.tuners.lora"):
+        lora = source.startswith("peft.tuners.lora") and type(module).__name__ != "Embedding"  # whose product is no linear layer's
+        if not lora and root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache"):
             return True
         if any(foreign_hooks(module)) or wrapped_weights.wrappers(module):  # which multiply by code of their own
             return True

@@ -28,7 +28,7 @@ from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
 from .loading import cache_name, decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
 from .numerics import Numerics, probe
-from .rope import Rotary, changes_by_length, rotary_of, unrotated
+from .rope import Rotary, changes_by_length, longest, rotary_of, unrotated
 from .wrapped_weights import is_quantized
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class HFModel:
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = is_quantized(self.model)
         self.weights = "int8" if any(type(module) is Int8Linear for module in self.model.modules()) else ""
-        self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+        tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+        self.context_tokens = longest(tokens, getattr(self.config, "rope_parameters", None) or {})
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
         self.known_ids = known_ids(self.model, self.vocab)
@@ -177,8 +178,6 @@ class HFModel:
         if not self.stepped and (why := self._refusal(decoder)):
             self.support, self.spec, self.rotary, self.unrotated = replace(self.support, paged=False, why=why), None, None, None
             return
-        if self.rotary is not None and self.rotary.kind == "dynamic":
-            self.context_tokens = int(self.context_tokens * config.rope_parameters.get("factor", 1.0))
         assert self.numerics is not None
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self._layout)
 

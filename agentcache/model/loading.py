@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import is_accelerate_available
+from transformers.utils import cached_file, is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
@@ -26,10 +27,9 @@ from .wrapped_weights import is_quantized
 
 WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
 
-# of files that are missing, cut, damaged or of another kind
-UNREADABLE = (
-    OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, EOFError, UnpicklingError, SafetensorError,
-)  # fmt: skip
+_DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
+# of files that are missing, damaged or of another kind
+UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, *_DAMAGED)
 
 
 class Loading(TypedDict, total=False):
@@ -96,9 +96,9 @@ def load(
         for module in loaded.modules() if bits == 4 else ():
             if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes
-        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
+        tokenizer = tokenizer if tokenizer is not None else _tokenizer(model, hub)
     except UNREADABLE as error:
-        why = str(error).strip().rstrip(".")
+        why = "a file of its weights is damaged: download it again" if isinstance(error, _DAMAGED) else str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {why}. {WAY}") from error
     if weights is not None:
         quantize(loaded)
@@ -155,6 +155,17 @@ def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
         if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise
         return AutoModelForImageTextToText.from_pretrained(model, **options)
+
+
+def _tokenizer(model: Any, hub: dict[str, Any]) -> Any:
+    """Its tokenizer; where that has no chat template, with the one that a model which also sees has in a file for its processor."""
+    found = AutoTokenizer.from_pretrained(model, **hub)
+    if getattr(found, "chat_template", None) is None:
+        asked = {name: value for name, value in hub.items() if name != "trust_remote_code"}
+        missing = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors", "gated_repo")), False)
+        if (path := cached_file(model, "chat_template.json", **asked, **missing)) is not None:
+            found.chat_template = json.loads(Path(path).read_text(encoding="utf-8"))["chat_template"]
+    return found
 
 
 def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revision: str | None) -> None:

@@ -22,7 +22,8 @@ from ..checkpoints import CHECKPOINT_TOKENS, LiveState
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from .attention import Part
-from .behaviour import foreign_hooks
+from .behaviour import foreign_hooks, own_words
+from .description import Names
 from .kernels.object_cache import Objects
 from .numerics import Numerics
 
@@ -107,13 +108,16 @@ def _source(model: Provable) -> str | None:
     """All that decides the verdict but the weights; None if some of it has no text: patched modules, hooks."""
     if any(foreign_hooks(model.model)) or any("forward" in vars(module) for module in model.model.modules()):
         return None
-    files = sorted({getattr(sys.modules.get(type(module).__module__), "__file__", None) or "" for module in model.model.modules()})
+    classes = {name: type(module) for name, module in model.model.named_modules()}
+    files = sorted({getattr(sys.modules.get(kind.__module__), "__file__", None) or "" for kind in classes.values()})
     if "" in files:
         return None
     code = [blake3(Path(file).read_bytes()).hexdigest() for file in files]
     numerics = model.numerics.digest if model.numerics is not None else ""
     kinds = [model.config.to_json_string(), str(model.spec), str(model.dtype), str(model.device), str(model.quantized), numerics]
-    return "\n".join([torch.__version__, transformers.__version__, *kinds, *code])
+    named = [f"{name} {kind.__qualname__}" for name, kind in classes.items()]  # a file may hold several
+    own = own_words(model.model.modules(), Names(), {})
+    return "\n".join([torch.__version__, transformers.__version__, *kinds, *code, *named, own])
 
 
 @torch.inference_mode()

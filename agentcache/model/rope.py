@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 BY_LENGTH = frozenset({"longrope", "dynamic"})
+_STRETCHED = frozenset({"linear", "dynamic", "yarn"})  # where `max_position_embeddings` may be that before it was stretched
 _STEP = 4096  # positions by which a table grows
+
+
+def longest(tokens: int, rope: Mapping[str, Any]) -> int:
+    """The longest sequence of a model whose config says `tokens`, and these parameters of its rotary angles."""
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in _STRETCHED:
+        return tokens
+    window = rope.get("original_max_position_embeddings") if kind != "dynamic" else None
+    return max(tokens, int((window or tokens) * (rope.get("factor") or 1.0)))
 
 
 def changes_by_length(kind: object) -> bool:

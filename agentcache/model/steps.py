@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from .attention import Attention, Batch, Part, attend, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
 from .kernels import dispatch
-from .kernels.dispatch import Int8Linear, linear, linears
+from .kernels.dispatch import Int8Linear, elementwise, linear, linears
 from .numerics import Numerics
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def hidden_states(
 def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
     mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
     gate, up = _products(batch, h, [mlp.gate_proj, mlp.up_proj])
-    return _products(batch, mlp.act_fn(gate).mul_(up), [mlp.down_proj])[0].add_(x)
+    return _products(batch, elementwise(mlp.act_fn, gate).mul_(up), [mlp.down_proj])[0].add_(x)
 
 
 def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
         block = layer.self_attn
         out = mix(batch, index, compiled.query, compiled.key, compiled.value, Attention(block.scaling, window(block)))
         compiled.middle(index, out)
-        gate = layer.mlp.act_fn(compiled.gate)
+        gate = elementwise(layer.mlp.act_fn, compiled.gate)
     compiled.enter(len(decoder.layers), gate)
     return rms_norm(decoder.norm, compiled.x[:rows])
 
@@ -224,13 +224,13 @@ def _agrees(compiled: Programs, layer: Any, batch: Batch) -> bool:
     found = [compiled.query.clone(), compiled.key.clone(), compiled.value.clone()]
     compiled.middle(0, attended[: compiled.rows].contiguous())
     found += [compiled.x.clone(), compiled.gate.clone()]
-    activated = layer.mlp.act_fn(compiled.gate)
+    activated = elementwise(layer.mlp.act_fn, compiled.gate)
     compiled.enter(1, activated)
     block, mlp = layer.self_attn, layer.mlp
     expected = list(_projected(batch, block, rms_norm(layer.input_layernorm, x), cos, sin))
     x = x + linear(kernel, attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
     gate, up = linears(kernel, rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
-    expected += [x, gate, x + linear(kernel, mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
+    expected += [x, gate, x + linear(kernel, elementwise(mlp.act_fn, gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
     pairs = zip([*found, compiled.x], expected, strict=True)
     return all(torch.allclose(one, other[: compiled.rows], rtol=0, atol=0, equal_nan=True) for one, other in pairs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -36,8 +37,15 @@ def _forward(model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor,
     if not isinstance(state, torch.Tensor):
         keyword = cache_name(model)
         held = DynamicCache(config=config) if state is None and keyword == "past_key_values" else state
-        out = model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{keyword: held})
-        if getattr(out, keyword, None) is not None:
+        given = _taken(model, {"use_cache": True, "logits_to_keep": 1, keyword: held})
+        out = model(input_ids=ids[None], **given)
+        if keyword in given and getattr(out, keyword, None) is not None:
             return out.logits[0, -1].float(), out[keyword]
     ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
-    return model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
+    return model(input_ids=ids[None], **_taken(model, {"use_cache": False})).logits[0, -1].float(), ids
+
+
+def _taken(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Those keywords that a model's forward takes: code that comes with a checkpoint may be older than some."""
+    takes = inspect.signature(model.forward).parameters
+    return given if any(each.kind is each.VAR_KEYWORD for each in takes.values()) else {name: given[name] for name in takes.keys() & given}

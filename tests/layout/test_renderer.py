@@ -14,7 +14,7 @@ from agentcache.errors import ConfigError, MessageError, TemplateError
 from agentcache.layout import Renderer
 from agentcache.layout.tokenise import Encoder
 from agentcache.types import Layout, Message, ToolCall
-from tests.chat_templates import KINDS, NO_TOOLS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
+from tests.chat_templates import CHATML, KINDS, NO_TOOLS, PARTS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
 from tests.layout.renderers import CONVERSATIONS, TOOLS, check_cover, renderer_of, stock_ids
 
 
@@ -121,6 +121,20 @@ def test_differences_are_named() -> None:
     assert "id0000000" not in layout.text
 
 
+def test_texts_are_parts_where_a_template_shows_no_others() -> None:
+    renderer = renderer_of(PARTS)
+    texts = [message for message in episode(0) if message["content"]]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in texts]
+    layout = renderer.render(texts)
+    assert layout.ids == renderer.render(parts).ids == stock_ids(tokenizer(), PARTS, parts, [])
+    assert layout.differences == ("each text shown as a part: the template drops others",)
+    check_cover(layout)
+    assert shown(layout, "turn", 1) == "<|im_start|>user: Find me a flight to Lisbon<|im_end|>\n"
+    assert renderer.render(texts[:1]).prefix_tokens > 0
+    for messages in (texts, parts):  # a stock prompt says what the tokenizer's own says, even nothing
+        assert renderer.render(messages, rendering="stock").ids == stock_ids(tokenizer(), PARTS, messages, [])
+
+
 def test_equal_requests_get_equal_prompts() -> None:
     renderer = renderer_of(TOOL_TEMPLATES["last_user"])
     other = json.loads(json.dumps(episode(1)).replace("id0000000", "toolu_01A"))
@@ -219,9 +233,20 @@ def test_report(name: str, step: bool, turn: bool, tools_at: str, system: str, i
     assert (report.system, report.renders_call_ids, report.dated) == (system, ids, dated)
 
 
+def test_templates_by_name() -> None:
+    several = copy.copy(tokenizer())
+    several.chat_template = {"rag": CHATML, "tool_use": TOOL_TEMPLATES["reasoning"]}
+    asked = [Message("user", "x")]
+    with pytest.raises(TemplateError, match=r"no chat template called default, but \['rag', 'tool_use'\]: pass chat_template="):
+        Renderer(several).render(asked)
+    assert Renderer(several, chat_template="rag").render(asked).ids == renderer_of(CHATML).render(asked).ids
+
+
 def test_errors() -> None:
     with pytest.raises(TemplateError, match="no chat template.*chat_template="):
         renderer_of(None).render([Message("user", "x")])
+    with pytest.raises(ConfigError, match="chat_template='template.jinja': shows no messages; give the text"):
+        renderer_of("template.jinja")
     with pytest.raises(TemplateError, match="system must be first"):
         renderer_of(TOOL_TEMPLATES["dated"]).render([Message("user", "x"), Message("system", "y")])
     with pytest.raises(TemplateError, match=r"does not show the tools \['search', 'book'\]"):

@@ -137,6 +137,17 @@ def test_real_widths() -> None:
         assert differing(whole, hit.chunks(1, 1, 17)) == []
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize(("family", "width", "count"), [("qwen2", 683, 1), ("qwen2", 1000, 1), ("qwen2", 1536, 6), ("olmo2", 1536, 6)])
+def test_activations_take_whole_vectors(family: str, width: int, count: int, threads: Callable[[int], None]) -> None:
+    """PyTorch computes by other code what is left at the end of its vectors, and of each thread's part of them."""
+    threads(count)
+    model = HFModel(models.build(family, intermediate_size=width))
+    whole = Run(model, tokens(600)).chunks()
+    assert differing(whole, whole.branch(409).chunks(1, 1, 30, 1, 64)) == []
+    assert differing(whole, Run(model, whole.ids).chunks(200, 7, 1)) == []
+
+
 CHUNKS = st.lists(st.integers(1, 160), max_size=6)
 
 

@@ -280,13 +280,21 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
             HFModel(other)
 
 
-def test_weights_that_are_cut_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("left", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"], ids=["empty", "pointer"])
+def test_a_damaged_file_of_weights_is_named(name: str, left: bytes, tmp_path: Path) -> None:
+    models.build("llama").config.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(left)
+    with pytest.raises(ModelLoadError, match="cannot be loaded: a file of its weights is damaged: download it again"):
+        load(tmp_path)
+
+
+def test_weights_that_are_cut_are_damaged(tmp_path: Path) -> None:
     models.build("llama").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    for size in (weights.stat().st_size // 2, 0):
-        weights.write_bytes(weights.read_bytes()[:size])
-        with pytest.raises(ModelLoadError, match="cannot be loaded: Error while deserializing header"):
-            load(tmp_path)
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ModelLoadError, match="a file of its weights is damaged"):
+        load(tmp_path)
 
 
 def test_several_devices_are_named() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.utils import logging
 
 from agentcache import Engine
@@ -20,6 +21,7 @@ from agentcache.model.hf import HFModel
 from agentcache.model.loading import first_layers
 from tests import models
 from tests.engines import chat, decode, engine, long_text
+from tests.families import tokens
 from tests.processes import Child
 from tests.saved_adapters import answer, same
 
@@ -35,7 +37,11 @@ def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load(family: str, **options: int) -> HFModel:
-    held = HFModel(families.build(family, **options))
+    return load_own(families.build(family, **options))
+
+
+def load_own(model: Any) -> HFModel:
+    held = HFModel(model)
     held.close()
     return held
 
@@ -111,6 +117,53 @@ def test_another_config_is_proven(proofs: list[str]) -> None:
     model.config.attn_logit_softcapping = 20.0
     HFModel(model).close()
     assert proofs == ["gemma2", "gemma2"]
+
+
+class Bare(transformers.Phi3ForCausalLM):
+    """Code that knows no cache."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        return super().forward(input_ids, attention_mask)
+
+
+class Narrow(transformers.Phi3ForCausalLM):
+    """Code that is older than `logits_to_keep`."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, past_key_values: Any = None, use_cache: Any = None) -> Any:
+        return super().forward(input_ids, None, position_ids, past_key_values, use_cache=use_cache)
+
+
+class Wide(transformers.Phi3ForCausalLM):
+    """In the same file, with all keywords."""
+
+    limit = 1
+
+
+def test_classes_of_one_file_are_proven_apart(proofs: list[str]) -> None:
+    def own(kind: type[Any], **settings: int) -> Any:
+        model = families.build("phi3")
+        model.__class__ = kind
+        vars(model).update(settings)
+        return model
+
+    assert load_own(own(Wide)).support.paged
+    assert "unexpected keyword argument 'logits_to_keep'" in load_own(own(Narrow)).support.why
+    assert load_own(own(Wide)).support.proof == "found"
+    assert load_own(own(Wide, limit=2)).support.proof == "made"
+    assert proofs == ["phi3"] * 3
+
+
+@pytest.mark.parametrize("kind", [Bare, Narrow])
+def test_a_forward_of_fewer_keywords_answers_whole(kind: type[Any]) -> None:
+    model, ids = families.build("phi3"), tokens(60)
+    model.__class__ = kind
+    held = HFModel(model)
+    logits, state = held.stock(torch.tensor(ids), None)
+    for _ in range(4):
+        torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0, -1].detach(), rtol=0, atol=1e-4)
+        ids.append(int(logits.argmax()))
+        logits, state = held.stock(torch.tensor(ids[-1:]), state)
+    held.close()
 
 
 def test_a_patched_module_is_proven_each_time(proofs: list[str]) -> None:

@@ -38,6 +38,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # classes of weights whos
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
 ANY = 1 << 62
 VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
+GRAIN = 32768  # numbers from which on PyTorch cuts them into a part for each thread
 _ELEMENTWISE = frozenset((torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu, functional.softplus))
 
 
@@ -158,6 +159,15 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
     return (norm_rope.heads if norm_rope.takes_heads(x, weight, cos, sin) else plain_heads)(x, weight, epsilon, cos, sin)
 
 
+def elementwise(function: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+    """A function of each number of x, such as a sigmoid, by whole vectors in each thread's part: a row does not see those beside it."""
+    unit = VECTORS * max(1, min(torch.get_num_threads(), -(-x.numel() // GRAIN)))
+    if x.device.type != "cpu" or (x.numel() % unit == 0 and (x.is_contiguous() or x.shape[-1] % VECTORS == 0)):
+        return function(x, *others, **options)
+    whole = functional.pad(x.reshape(-1), (0, -x.numel() % unit))
+    return function(whole, *others, **options)[: x.numel()].view(x.shape)
+
+
 class RowPureLinear(torch.overrides.TorchFunctionMode):
     """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel, and functions of each number,
     such as a sigmoid, on whole vectors.
@@ -223,8 +233,6 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
             if self.glance is not None:
                 self.glance(weight)
             return self._product(x, weight.t(), bias)
-        if func in _ELEMENTWISE and args and args[0].numel() % VECTORS and args[0].device.type == "cpu":
-            x, *others = args
-            whole = functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-            return func(whole, *others, **(kwargs or {}))[: x.numel()].view(x.shape)
+        if func in _ELEMENTWISE and args:
+            return elementwise(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
