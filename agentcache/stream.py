@@ -114,6 +114,9 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
                 if (event := events.take()) is not None:  # it came before there was a listener
                     break
                 await there.wait()
+            except asyncio.CancelledError:  # the task that reads is over, whatever still holds the stream
+                self.close()
+                raise
             finally:
                 events.listen(partial(self._abandoned, loop))
         return event
