@@ -210,7 +210,7 @@ class Engine(ProcessOwned, Documents):
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
         if self._tool_groups is not None:
-            self._tool_groups.lapse()
+            self._tool_groups.lapse(asked.prompt_tokens if asked.fill_only else 0)
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
         forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
         decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
