@@ -343,14 +343,14 @@ class Engine(ProcessOwned, Documents):
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
         running = self._running(asked, opened)
         self.store.forget_late(namespace, received, self._forget_texts)
-        self.scheduler.submit(running)
+        names = [tool_name(tool) for tool in tools]
         try:
+            self.scheduler.submit(running)
             deque(Stream(running, None), maxlen=0)
+            made = self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
         except BaseException:
             self._groups.abandon(running, layout)
             raise
-        names = [tool_name(tool) for tool in tools]
-        made = self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
         if self._policy is not None:
             self._policy.check_pins(adapter, made, self._groups.all, self.release)
         return made

@@ -150,17 +150,17 @@ class Sessions:
             answers = [one for one in (told, held.group if held else None) if one is not None]
             before = max(answers, key=_created, default=None)
             pinned, path = self._keep(group, scope, ids, frozenset(before.page_keys) if before else frozenset())
+            moved = self._held[key] = _Held(group, time.monotonic(), pinned, ids)  # at once: an interrupt leaves no pin without its session
+            if held is not None:
+                self._unpin(held)
             own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
             if before is not None:
                 left = tuple(one for one in before.page_keys if one not in own)
                 known = (*(one for one in before.superseded if one not in own), *left)
                 told_of = (*(name for name in before.splices if name not in group.splices), *group.splices)
-                group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
+                moved.group = group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
                 self._delete(known[:-SUPERSEDED], group)
                 self._drop_splices(group.namespace, told_of[:-SUPERSEDED])
-            if held is not None:
-                self._unpin(held)
-            self._held[key] = _Held(group, time.monotonic(), pinned, ids)
             self._held.move_to_end(key)
             self._store.record(group)
             self._retire(group, left)

@@ -139,7 +139,7 @@ class ToolGroups:
             self._store.record(group)
             with self._lock:
                 before = self._held.get((group.namespace, name))
-                self._held[group.namespace, name] = group
+                self._held[group.namespace, name], request.pinned_pages = group, 0  # its pins are the group's from now on
         self._unpin(before)
         return group
 
@@ -208,6 +208,7 @@ class ToolGroups:
                     store.tree.remove(one)
                 if disk := store.disk:  # pinning has written them anew
                     disk.writer.after(lambda: disk.forget(keys, scope.fingerprint))
+            request.pinned_pages = 0
         raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
     def let_go(self, deletion: Deletion) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from agentcache import Engine, Message, Reason, Sampling
 from agentcache.errors import CalibrationError, ConfigError, GenerationError, StoreError
+from agentcache.events import Events
 from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
 from tests import models
@@ -205,6 +206,26 @@ def test_a_callback_that_fails_while_warming_leaves_no_pin() -> None:
         with pytest.raises(KeyError, match="mine"):
             running.warm(SYSTEM, TOOLS, name="a", on_progress=fail)
         assert (pins(running), running.groups) == (0, ())
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_an_interrupt_while_warming_leaves_no_pin(monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine() as running:
+        if queued:
+            monkeypatch.setattr(running.scheduler, "_drop_cancelled", lambda: None)  # it starts before it is noticed
+        with monkeypatch.context() as patch:
+            if queued:
+                patch.setattr(Events, "get", interrupt)
+            else:
+                patch.setattr("agentcache.tool_groups.chain", interrupt)  # once it is computed and pinned
+            with pytest.raises(KeyboardInterrupt):
+                running.warm(SYSTEM, TOOLS, name="a")
+        assert wait_until(lambda: running.stats().get("requests") == {"filled": 1}), "it has ended"
+        assert (pins(running), running.groups) == (0, ())
+        assert running.warm(SYSTEM, TOOLS, name="a").pages == pins(running) > 0
 
 
 def test_sticky_order_keeps_the_group() -> None:

@@ -536,6 +536,21 @@ def test_sessions_give_way_to_tool_groups(model: Any) -> None:
         assert running.warm(f"4 {LONG}").pages == 2
 
 
+def test_an_interrupted_answer_leaves_no_pin_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any, **also: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine(model=model, store=None) as running:
+        session = running.session("alice")
+        talk(session, FIRST)
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "replace", interrupt)  # as it moves to its second answer
+            with pytest.raises(KeyboardInterrupt):
+                talk(session, SECOND)
+        session.close()
+        assert pinned(running) == (0, 0)
+
+
 def test_an_idle_session_is_evictable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(model=model, store=None) as running:
         session = running.session("alice")
