@@ -120,10 +120,10 @@ class Engine(ProcessOwned, Documents):
         try:
             self.tokenizer = in_transformers_form(tokenizer)
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
+            self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
         except BaseException:
             self.model.close()
             raise
-        self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
         if self._policy is not None:
             self._policy.attach(self.name, self.scheduler.lifecycle)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process

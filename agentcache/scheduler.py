@@ -91,7 +91,11 @@ class Scheduler:
         self._gate = threading.Lock()  # nothing comes into the inbox once it is closed
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads: nothing else has the store yet
+            store.close()
+            raise
 
     @property
     def counters(self) -> Counters:

@@ -314,6 +314,25 @@ def test_chunks_are_whole_numbers(tokens: Any) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["agentcache-writer", "agentcache-device"])
+def test_a_thread_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, start, started = models.build("granite", torch.float32), threading.Thread.start, list[threading.Thread]()
+    before = model.config._attn_implementation
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Engine(model, models.toy_tokenizer(), store=tmp_path / "store")
+    assert wait_until(lambda: not any(one.is_alive() for one in started if one.name.startswith("agentcache")))
+    assert model.config._attn_implementation == before
+    os.close(alone(Folder.open(tmp_path / "store")))
+
+
 def test_an_engine_that_could_not_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
     model = models.build("granite", torch.float32)
     before, threads = model.config._attn_implementation, {thread.name for thread in threading.enumerate()}

@@ -79,13 +79,13 @@ class DiskTier:
         try:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
             self.deletions.generation = self.index.generation()
-        except StoreError:
+            self._known_rate = replace(self.read_rate)  # as the next process knows it
+            self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
+            budget = WriteBudget(options.write_bytes_per_hour)
+            self.writer = Writer(self._save, budget, self.index.touch, self.leases.awaited, self.deletions)
+        except BaseException:  # no more threads, perhaps
             self.index.close()
             raise
-        self._known_rate = replace(self.read_rate)  # as the next process knows it
-        self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
-        budget = WriteBudget(options.write_bytes_per_hour)
-        self.writer = Writer(self._save, budget, self.index.touch, self.leases.awaited, self.deletions)
         self._readers = ThreadPoolExecutor(READERS, "agentcache-reader", use_one_thread)
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
