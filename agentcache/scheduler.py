@@ -93,7 +93,9 @@ class Scheduler:
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # no more threads: nothing else has the store yet
+        except BaseException:  # no more threads, or an interrupt once it has started: nothing else has the store yet
+            self._closed.set()
+            self._inbox.put(None)
             store.close()
             raise
 
@@ -137,7 +139,19 @@ class Scheduler:
             self._closed.set()
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:  # the last reference to an engine may go there
-            self._thread.join()
+            try:
+                self._thread.join()
+            except BaseException:  # an interrupt: after the round all the same, which needs the model
+                self._thread.join()
+                raise
+
+    def end(self) -> None:
+        """Close itself and the store."""
+        known = self.runner.model.fingerprint
+        try:
+            self.close()
+        finally:
+            self.store.close(known.known if known else "", self.ms_per_token)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

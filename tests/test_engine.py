@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from agentcache.errors import CalibrationError, ConfigError, GenerationError, St
 from agentcache.events import Events
 from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.writer import Writer
 from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.processes import Child
@@ -329,6 +331,29 @@ def test_a_thread_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="new thread"):
         Engine(model, models.toy_tokenizer(), store=tmp_path / "store")
     assert wait_until(lambda: not any(one.is_alive() for one in started if one.name.startswith("agentcache")))
+    assert model.config._attn_implementation == before
+    os.close(alone(Folder.open(tmp_path / "store")))
+
+
+@pytest.mark.parametrize("place", [(Future, "result"), (Writer, "flush"), (ThreadPoolExecutor, "shutdown"), (threading.Thread, "join")])
+def test_an_interrupt_of_opening_or_closing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+    model, waits = models.build("granite", torch.float32), getattr(*place)
+    before = model.config._attn_implementation
+
+    def interrupt(*given: Any, **also: Any) -> Any:
+        monkeypatch.setattr(*place, waits)
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        if place[0] is Future:
+            monkeypatch.setattr(*place, interrupt)
+        with Engine(model, models.toy_tokenizer(), store=tmp_path / "store") as running:
+            running.generate(chat(long_text(150)), sampling=decode(2))
+            monkeypatch.setattr(*place, interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("agentcache")], 5)
     assert model.config._attn_implementation == before
     os.close(alone(Folder.open(tmp_path / "store")))
 

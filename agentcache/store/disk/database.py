@@ -75,7 +75,7 @@ class Database:
             _databases.add(self)
         try:
             self.read(lambda connection: None)
-        except StoreError:
+        except BaseException:
             self.close()
             raise
 
