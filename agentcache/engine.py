@@ -21,7 +21,6 @@ from .documents import Documents
 from .errors import ConfigError
 from .layout import Renderer, Volatile, in_transformers_form
 from .matching import fingerprint_of
-from .model.hf import HFModel
 from .model.loading import Loading
 from .model.opening import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
@@ -120,14 +119,14 @@ class Engine(ProcessOwned, Documents):
         try:
             self.tokenizer = in_transformers_form(tokenizer)
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
+            self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
+            # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
+            self._end = weakref.finalize(self, elsewhere(_end), os.getpid(), self.scheduler)
         except BaseException:
             self.model.close()
             raise
-        self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
         if self._policy is not None:
             self._policy.attach(self.name, self.scheduler.lifecycle)
-        # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-        self._end = weakref.finalize(self, elsewhere(_end), os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         self._approximate: Segments | None = None
         self._tool_groups: ToolGroups | None = None
@@ -210,7 +209,7 @@ class Engine(ProcessOwned, Documents):
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
         if self._tool_groups is not None:
-            self._tool_groups.lapse()
+            self._tool_groups.lapse(asked.prompt_tokens if asked.fill_only else 0)
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
         forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
         decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
@@ -343,14 +342,14 @@ class Engine(ProcessOwned, Documents):
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
         running = self._running(asked, opened)
         self.store.forget_late(namespace, received, self._forget_texts)
-        self.scheduler.submit(running)
+        names = [tool_name(tool) for tool in tools]
         try:
+            self.scheduler.submit(running)
             deque(Stream(running, None), maxlen=0)
+            made = self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
         except BaseException:
             self._groups.abandon(running, layout)
             raise
-        names = [tool_name(tool) for tool in tools]
-        made = self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
         if self._policy is not None:
             self._policy.check_pins(adapter, made, self._groups.all, self.release)
         return made
@@ -393,8 +392,9 @@ class Engine(ProcessOwned, Documents):
         return self._here and self.store.flush(timeout_s)
 
 
-def _end(process: int, scheduler: Scheduler, store: Store, model: HFModel) -> None:
-    if process == os.getpid():  # threads, pins, leases and files are those of the process that made them
-        scheduler.close()
-        store.close(model.fingerprint.known if model.fingerprint else "", scheduler.ms_per_token)
-    model.close()
+def _end(process: int, scheduler: Scheduler) -> None:
+    try:
+        if process == os.getpid():  # threads, pins, leases and files are those of the process that made them
+            scheduler.end()
+    finally:  # also where Ctrl-C ends the waiting: nobody can close it again
+        scheduler.runner.model.close()

@@ -323,7 +323,7 @@ class Lifecycle:
 
     def _pin(self, running: Running) -> None:
         """Pin the pages of a prompt that is only filled: before another admission could evict them."""
-        if running.scope is not None:
+        if running.scope is not None and not running.events.cancelled:
             assert isinstance(running.sequence, Sequence)
             known = running.sequence.checkpointed
             running.pinned_pages = self.store.pin(running.scope, running.ids.array(known)) if known else 0

@@ -25,7 +25,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from .errors import ConfigError, StoreCorruptError
+from .errors import AgentCacheError, ConfigError, StoreCorruptError
 from .private import KEY_BYTES, NEW, check, locked, put
 from .receipt import Receipt
 from .store.keys import Ids
@@ -44,7 +44,13 @@ class ReceiptLog:
 
     def __init__(self, folder: str | os.PathLike[str], file_bytes: int = FILE_BYTES) -> None:
         self.folder = Path(folder).expanduser()
-        self._key, self._file_bytes = _key(self.folder, create=True), file_bytes
+        self._file_bytes = file_bytes
+        try:
+            self._key = _key(self.folder, create=True)
+        except AgentCacheError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"receipts={str(folder)!r}: {error}; name a folder of your own, or one to be made") from error
         self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
         self._lock = threading.Lock()
         self._chain, self._lines, self._files, self._file = bytes(KEY_BYTES), 0, 0, -1
@@ -90,7 +96,7 @@ class ReceiptLog:
         return blake3(ids.tobytes(), key=self._key).hexdigest(length=8)
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._room <= 0:
+        if self._room <= 0 or not os.fstat(self._file).st_nlink:  # a file that was deleted takes lines that nobody can read
             fd = os.open(self.folder / f"{self._name}.{self._files + 1:06}.jsonl", NEW | os.O_APPEND, 0o600)
             if self._file >= 0:  # not before: where there is no next file, its number would be that of another thread's file
                 os.close(self._file)
@@ -132,12 +138,12 @@ def read(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         raise _no_receipts(place)
     for files in chains.values():
         for path in files:
-            for number, raw in enumerate(path.read_bytes().splitlines(), 1):
+            for number, raw in enumerate(_lines(path), 1):
                 try:
                     line = json.loads(raw)
                     if line["n"] and "closed" not in line:
                         yield line
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     raise StoreCorruptError(
                         f"{path.name!r}, line {number}: {raw[:40]!r} is no receipt; see `agentcache receipts verify`"
                     ) from None
@@ -152,11 +158,13 @@ def totals(receipts: Iterator[dict[str, Any]], by: str) -> dict[str, dict[str, f
         raise ConfigError(f"by={by!r}: must be one of {', '.join(LEDGERS)}")
     sums: dict[str, Counter[str]] = defaultdict(Counter)
     for one in receipts:
-        cached = max(1, one["cached_tokens"])
-        for name, prompt, found in _shares(one, by):
-            part = found / cached
-            sums[name].update(requests=1, prompt_tokens=prompt, cached_tokens=found, computed_tokens=prompt - found)
-            sums[name]["saved_ms"] += one["saved_ms"] * part  # type: ignore[assignment]
+        try:
+            cached = max(1, one["cached_tokens"])
+            for name, prompt, found in _shares(one, by):
+                sums[name].update(requests=1, prompt_tokens=prompt, cached_tokens=found, computed_tokens=prompt - found)
+                sums[name]["saved_ms"] += one["saved_ms"] * (found / cached)  # type: ignore[assignment]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreCorruptError(f"receipt {one.get('id')!r} was changed, see `agentcache receipts verify`: {error!r}") from None
     order = sorted(sums, key=lambda name: -sums[name]["saved_ms"])
     return {name: {key: round(value, 3) for key, value in sums[name].items()} for name in order}
 
@@ -182,7 +190,7 @@ def _verify(files: list[Path], key: bytes) -> tuple[int, Fault | None]:
     for number, path in enumerate(files, 1):
         if path.name.rsplit(".", 2)[1] != f"{number:06}":
             return held, Fault(path.name, 1, f"file {number:06} of this chain is missing")
-        for at, raw in enumerate(path.read_bytes().splitlines(), 1):
+        for at, raw in enumerate(_lines(path), 1):
             body, said = raw[:-_CHAIN] + b"}", raw[-_CHAIN:]
             linked = _link(key, chain, body)
             if said != b',"chain":"%b"}' % linked.hex().encode():
@@ -197,7 +205,7 @@ def _verify(files: list[Path], key: bytes) -> tuple[int, Fault | None]:
 def _why(raw: bytes, wanted: int) -> str:
     try:
         n = json.loads(raw)["n"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "is no JSON: it was changed, or cut"
     if isinstance(n, int) and n < wanted:
         return f"receipt {n} stands here again: it is doubled"
@@ -217,6 +225,13 @@ def _chains(place: Path) -> dict[str, list[Path]]:
     return chains
 
 
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError as error:
+        raise StoreCorruptError(f"{str(path)!r} cannot be read: {error.strerror}; a folder of receipts holds plain files only") from error
+
+
 def _no_receipts(place: Path) -> ConfigError:
     return ConfigError(f"{str(place)!r} holds no receipts: name the folder that was given to Engine(receipts=...)")
 
@@ -226,14 +241,17 @@ def _key(place: Path, create: bool = False) -> bytes:
     if create:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with locked(place):
-            if not (place / "key").exists():
+            if not (place / "key").exists() and not _chains(place):
                 put(place / "key", secrets.token_bytes(KEY_BYTES))
     if not (place / "key").exists():
-        raise _no_receipts(place)
+        raise _lost_key(place, "is missing") if _chains(place) else _no_receipts(place)
     check(place / "key", stat.S_ISREG)
     key = (place / "key").read_bytes()
     if len(key) != KEY_BYTES:
-        raise StoreCorruptError(
-            f"{str(place / 'key')!r}: {len(key)} bytes instead of {KEY_BYTES}: nothing written under it can be verified"
-        )
+        raise _lost_key(place, f"has {len(key)} bytes instead of {KEY_BYTES}")
     return key
+
+
+def _lost_key(place: Path, why: str) -> StoreCorruptError:
+    said = "without it no receipt here can be verified; put it back from a copy, or move this folder away and begin a new one"
+    return StoreCorruptError(f"{str(place / 'key')!r} {why}: {said}")

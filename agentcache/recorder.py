@@ -8,6 +8,7 @@ in clear: only its owner may read it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -78,8 +79,11 @@ class Recorder:
 
     def _append(self, line: bytes) -> None:
         with self._lock:
-            if self._file is not None and self._regular and (size := os.fstat(self._file).st_size):
-                os.lseek(self._file, size - 1, os.SEEK_SET)
+            found = os.fstat(self._file) if self._file is not None and self._regular else None
+            if found is not None and not found.st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "the file was deleted")
+            if self._file is not None and found is not None and found.st_size:
+                os.lseek(self._file, found.st_size - 1, os.SEEK_SET)
                 if os.read(self._file, 1) != b"\n":  # half a line, of a process that found the disk full
                     line = b"\n" + line
             while line and self._file is not None:

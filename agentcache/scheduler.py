@@ -91,7 +91,13 @@ class Scheduler:
         self._gate = threading.Lock()  # nothing comes into the inbox once it is closed
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads, or an interrupt once it has started: nothing else has the store yet
+            self._closed.set()
+            self._inbox.put(None)
+            store.close()
+            raise
 
     @property
     def counters(self) -> Counters:
@@ -133,7 +139,19 @@ class Scheduler:
             self._closed.set()
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:  # the last reference to an engine may go there
-            self._thread.join()
+            try:
+                self._thread.join()
+            except BaseException:  # an interrupt: after the round all the same, which needs the model
+                self._thread.join()
+                raise
+
+    def end(self) -> None:
+        """Close itself and the store."""
+        known = self.runner.model.fingerprint
+        try:
+            self.close()
+        finally:
+            self.store.close(known.known if known else "", self.ms_per_token)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from .errors import ConfigError, StoreError
+from .kv import PAGE_TOKENS
 from .matching import fingerprint_of
 from .model.fingerprint import Fingerprint
 from .read_ahead import Chain, Key, ReadAhead
@@ -41,6 +43,7 @@ HELD = 1024  # sessions that one engine remembers; others are on disk
 SUPERSEDED = 512  # pages of branches that a session remembers; the oldest are deleted
 
 T = TypeVar("T")
+_created = attrgetter("created")
 
 
 @dataclass(slots=True)
@@ -147,17 +150,17 @@ class Sessions:
             answers = [one for one in (told, held.group if held else None) if one is not None]
             before = max(answers, key=_created, default=None)
             pinned, path = self._keep(group, scope, ids, frozenset(before.page_keys) if before else frozenset())
+            moved = self._held[key] = _Held(group, time.monotonic(), pinned, ids)  # at once: an interrupt leaves no pin without its session
+            if held is not None:
+                self._unpin(held)
             own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
             if before is not None:
                 left = tuple(one for one in before.page_keys if one not in own)
                 known = (*(one for one in before.superseded if one not in own), *left)
                 told_of = (*(name for name in before.splices if name not in group.splices), *group.splices)
-                group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
+                moved.group = group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
                 self._delete(known[:-SUPERSEDED], group)
                 self._drop_splices(group.namespace, told_of[:-SUPERSEDED])
-            if held is not None:
-                self._unpin(held)
-            self._held[key] = _Held(group, time.monotonic(), pinned, ids)
             self._held.move_to_end(key)
             self._store.record(group)
             self._retire(group, left)
@@ -235,16 +238,18 @@ class Sessions:
             self._store.tree.release_pin((held.pinned, held.group.tip), Role.PREFIX)
             held.pinned = None
 
-    def _bound(self) -> None:
-        """Unpin sessions that were not used for long, or do not fit beside those used since."""
+    def _bound(self, to_pin: int = 0) -> None:
+        """Unpin sessions that were not used for long, or do not fit beside those used since, and tool groups with `to_pin` more tokens."""
         page_bytes = self._model.spec.page_bytes if self._model.spec else 0
+        groups = {(one.scope.fingerprint, one.key.hex()) for _, path in self._store.tree.pinned() for one in path} if to_pin else set()
         with self._lock:
             while len(self._held) > HELD:
                 self._unpin(self._held.popitem(last=False)[1])
             pages, now = set[tuple[str, str]](), time.monotonic()
             for held in [one for one in reversed(self._held.values()) if one.pinned]:
                 pages |= {(held.group.fingerprint, key) for key in held.group.page_keys}
-                if len(pages) * page_bytes * SHARE > self._store.budget_bytes or now - held.used > IDLE_S:
+                most = max(len(pages) * SHARE, len(pages | groups) - -to_pin // PAGE_TOKENS)
+                if most * page_bytes > self._store.budget_bytes or now - held.used > IDLE_S:
                     self._unpin(held)
 
     # -- names -----------------------------------------------------------------------------------------------------
@@ -305,19 +310,18 @@ class Sessions:
         for one in gone.values():
             self._retire(one, (*one.page_keys, *one.superseded))
 
-    def lapse(self) -> None:
-        """End sessions whose lease is over, and unpin those that were not used for long."""
+    def lapse(self, to_pin: int = 0) -> None:
+        """End sessions whose lease is over, and unpin those that were not used for long, or leave no room for `to_pin` tokens."""
         if self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
             return
-        now = time.time()
         with self._lock:
-            over = [self._held.pop(key) for key, held in list(self._held.items()) if held.group.lease_end < now]
+            over = [self._held.pop(key) for key, held in list(self._held.items()) if held.group.lease_end < time.time()]
         for held in over:
             self._unpin(held)
             self._retire(held.group, (*held.group.page_keys, *held.group.superseded))
         if over:
             self._end_leases()
-        self._bound()
+        self._bound(to_pin)
         self._thin_turns()
 
     def _thin_turns(self) -> None:
@@ -389,10 +393,6 @@ class Sessions:
 
 def _key(group: ToolGroup) -> Key:
     return group.namespace, group.name.removeprefix(SESSION), group.fingerprint
-
-
-def _created(group: ToolGroup) -> float:
-    return group.created
 
 
 def _begins(scope: Scope, ids: Ids, group: ToolGroup) -> bool:

@@ -75,7 +75,12 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         chunk = None
         while not self._over and chunk is None:
             self._check_process()
-            chunk = self._taken(self._request.events.get())
+            try:
+                event = self._request.events.get()
+            except BaseException:  # an interrupt: its traceback may hold the stream, and nobody reads on
+                self.close()
+                raise
+            chunk = self._taken(event)
         if chunk is None:
             raise StopIteration
         return chunk
@@ -114,6 +119,9 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
                 if (event := events.take()) is not None:  # it came before there was a listener
                     break
                 await there.wait()
+            except asyncio.CancelledError:  # the task that reads is over, whatever still holds the stream
+                self.close()
+                raise
             finally:
                 events.listen(partial(self._abandoned, loop))
         return event

@@ -65,11 +65,11 @@ class ToolGroups:
                 self._sessions = Sessions(self._scheduler, self._name, self._fingerprint)
             return self._sessions
 
-    def lapse(self) -> None:
-        """End timed pins and sessions whose time is over."""
+    def lapse(self, to_pin: int = 0) -> None:
+        """End timed pins and sessions whose time is over. to_pin: tokens of a tool group, for which sessions give way."""
         self.timed.lapse()
         if self._sessions is not None:
-            self._sessions.lapse()
+            self._sessions.lapse(to_pin)
 
     def forget(self, namespace: str | None, group: str | None, session: str | None, older_than: float | None) -> Forgotten:
         """Delete what is named: see `Engine.forget`."""
@@ -109,8 +109,10 @@ class ToolGroups:
             raise ConfigError(f"this model's state cannot be kept ({refused.detail or refused.reason}): nothing to warm")
         self._check_kept(request, scope, layout, name)
         if not request.pinned_pages:
-            need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
-            raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
+            page_bytes, budget = spec.page_bytes if spec else 0, self._store.budget_bytes
+            need, pinned = -(-len(ids) // PAGE_TOKENS) * page_bytes, self._store.tree.audit()["pinned_pages"] * page_bytes
+            beside = f", and others have pinned {pinned} bytes: release one of them, or allow more" if need <= budget and pinned else ""
+            raise ConfigError(f"memory_bytes={budget!r} cannot hold this tool group: it needs {need} bytes{beside}")
         keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
         name = name or keys[-1][:12]
         layers = self._fingerprint.layers if self._fingerprint else ()
@@ -137,7 +139,7 @@ class ToolGroups:
             self._store.record(group)
             with self._lock:
                 before = self._held.get((group.namespace, name))
-                self._held[group.namespace, name] = group
+                self._held[group.namespace, name], request.pinned_pages = group, 0  # its pins are the group's from now on
         self._unpin(before)
         return group
 
@@ -208,6 +210,7 @@ class ToolGroups:
                     store.tree.remove(one)
                 if disk := store.disk:  # pinning has written them anew
                     disk.writer.after(lambda: disk.forget(keys, scope.fingerprint))
+            request.pinned_pages = 0
         raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
     def let_go(self, deletion: Deletion) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from agentcache import Engine
 from agentcache.errors import CancelledError, EngineClosedError
+from agentcache.events import Events
 from agentcache.kv import Page
 from tests.engines import SYSTEM, Spy, chat, check_store, decode, engine, long_text, wait_until
 
@@ -215,6 +216,21 @@ def test_a_callback_that_fails_ends_its_own_request_only() -> None:
         seen: list[tuple[int, int]] = []
         done = running.generate(chat(long_text(50)), sampling=decode(1), on_progress=lambda *p: seen.append(p)).receipt
         assert seen[-1] == (done.prompt_tokens, done.prompt_tokens)
+
+
+def test_an_interrupted_reader_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notebooks hold the traceback, and so the stream."""
+
+    def interrupt(self: object) -> None:
+        raise KeyboardInterrupt
+
+    with engine() as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(Events, "get", interrupt)
+            with pytest.raises(KeyboardInterrupt) as held:
+                running.generate(chat("y"), sampling=decode(4000))
+        assert wait_until(lambda: running.stats().get("requests") == {"cancelled": 1}, 5)
+        assert held.tb
 
 
 def test_an_idle_engine_holds_no_sequence_alive() -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,8 +20,10 @@ import torch
 
 from agentcache import Engine, Message, Reason, Sampling
 from agentcache.errors import CalibrationError, ConfigError, GenerationError, StoreError
+from agentcache.events import Events
 from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.writer import Writer
 from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.processes import Child
@@ -207,6 +210,26 @@ def test_a_callback_that_fails_while_warming_leaves_no_pin() -> None:
         assert (pins(running), running.groups) == (0, ())
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_an_interrupt_while_warming_leaves_no_pin(monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine() as running:
+        if queued:
+            monkeypatch.setattr(running.scheduler, "_drop_cancelled", lambda: None)  # it starts before it is noticed
+        with monkeypatch.context() as patch:
+            if queued:
+                patch.setattr(Events, "get", interrupt)
+            else:
+                patch.setattr("agentcache.tool_groups.chain", interrupt)  # once it is computed and pinned
+            with pytest.raises(KeyboardInterrupt):
+                running.warm(SYSTEM, TOOLS, name="a")
+        assert wait_until(lambda: running.stats().get("requests") == {"filled": 1}), "it has ended"
+        assert (pins(running), running.groups) == (0, ())
+        assert running.warm(SYSTEM, TOOLS, name="a").pages == pins(running) > 0
+
+
 def test_sticky_order_keeps_the_group() -> None:
     with engine() as running:
         group = running.warm(SYSTEM, TOOLS, name="a")
@@ -291,6 +314,48 @@ def test_an_exception_of_any_kind_ends_its_own_request() -> None:
 def test_chunks_are_whole_numbers(tokens: Any) -> None:
     with pytest.raises(ConfigError, match="chunk_tokens="), engine(chunk_tokens=tokens):
         pass
+
+
+@pytest.mark.parametrize("name", ["agentcache-writer", "agentcache-device"])
+def test_a_thread_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, start, started = models.build("granite", torch.float32), threading.Thread.start, list[threading.Thread]()
+    before = model.config._attn_implementation
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Engine(model, models.toy_tokenizer(), store=tmp_path / "store")
+    assert wait_until(lambda: not any(one.is_alive() for one in started if one.name.startswith("agentcache")))
+    assert model.config._attn_implementation == before
+    os.close(alone(Folder.open(tmp_path / "store")))
+
+
+@pytest.mark.parametrize("place", [(Future, "result"), (Writer, "flush"), (ThreadPoolExecutor, "shutdown"), (threading.Thread, "join")])
+def test_an_interrupt_of_opening_or_closing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+    model, waits = models.build("granite", torch.float32), getattr(*place)
+    before = model.config._attn_implementation
+
+    def interrupt(*given: Any, **also: Any) -> Any:
+        monkeypatch.setattr(*place, waits)
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        if place[0] is Future:
+            monkeypatch.setattr(*place, interrupt)
+        with Engine(model, models.toy_tokenizer(), store=tmp_path / "store") as running:
+            running.generate(chat(long_text(150)), sampling=decode(2))
+            monkeypatch.setattr(*place, interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("agentcache")], 5)
+    assert model.config._attn_implementation == before
+    os.close(alone(Folder.open(tmp_path / "store")))
 
 
 def test_an_engine_that_could_not_be_made_leaves_nothing_behind(tmp_path: Path) -> None:

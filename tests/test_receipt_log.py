@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from agentcache import Engine, Sampling
 from agentcache.cli.app import app
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, StoreCorruptError
 from agentcache.receipt import Receipt
 from agentcache.receipt_log import ReceiptLog, read, totals, verify
 from agentcache.store.keys import as_ids
@@ -149,6 +149,53 @@ def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "its receipt is not in" in done.receipt.notes[-1]
         engine.generate(ask, sampling=Sampling(max_tokens=1))
     assert verify(tmp_path) == (2, []), "what was cut is taken back, and the chain goes on"
+
+
+def test_a_deleted_file_takes_no_more_receipts(tmp_path: Path) -> None:
+    log = ReceiptLog(tmp_path / "r")
+    assert log.append(Receipt(id="0"), as_ids([1]), "f", 0.0) == ""
+    chain(tmp_path / "r").unlink()
+    assert log.append(Receipt(id="1"), as_ids([1]), "f", 0.0) == ""
+    assert [one["id"] for one in read(tmp_path / "r")] == ["1"]
+    assert [fault.why for fault in verify(tmp_path / "r")[1]] == ["file 000001 of this chain is missing"]
+    (tmp_path / "r").rename(tmp_path / "moved")  # where it is read on
+    assert log.append(Receipt(id="2"), as_ids([1]), "f", 0.0) == ""
+    for path in (tmp_path / "moved").iterdir():
+        path.unlink()
+    assert "No such file" in log.append(Receipt(id="3"), as_ids([1]), "f", 0.0)
+    log.close()
+
+
+def test_a_lost_key_is_told_and_not_made_anew(folder: Path) -> None:
+    for damage in (lambda key: key.write_bytes(b"short"), Path.unlink):
+        damage(folder / "key")
+        for use in (ReceiptLog, verify):
+            with pytest.raises(StoreCorruptError, match="no receipt here can be verified; put it back"):
+                use(folder)
+    assert len(list(read(folder))) == 3
+
+
+def test_a_folder_that_cannot_be_says_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/x", "a\0b"):
+        with pytest.raises(ConfigError, match="name a folder of your own"):
+            Engine("embedded", store=None, receipts=tmp_path / place)
+
+
+def test_what_is_no_receipt_is_named(folder: Path) -> None:
+    other = folder / "x.000001.jsonl"
+    other.write_text('{"n":1,"id":"odd"}\n')
+    with pytest.raises(StoreCorruptError, match="receipt 'odd' was changed, see"):
+        totals(read(folder), "model")
+    other.write_text("[" * 100_000)
+    with pytest.raises(StoreCorruptError, match="is no receipt"):
+        list(read(folder))
+    assert "is no JSON" in verify(folder)[1][0].why + verify(folder)[1][-1].why
+    other.unlink()
+    other.mkdir()
+    for look in (verify, lambda place: list(read(place))):
+        with pytest.raises(StoreCorruptError, match="cannot be read: Is a directory"):
+            look(folder)
 
 
 @pytest.mark.parametrize("ended", [False, True])

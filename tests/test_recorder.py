@@ -111,6 +111,17 @@ def test_what_cannot_be_written_fails_no_request(tmp_path: Path, monkeypatch: py
         Recorder(tmp_path / "nowhere" / "log.jsonl")
 
 
+def test_a_deleted_file_ends_the_recording(tmp_path: Path) -> None:
+    for empty in (False, True):
+        with Recorder(tmp_path / "log.jsonl") as recorder:
+            if not empty:
+                recorder.record("first")
+            (tmp_path / "log.jsonl").unlink()
+            with pytest.warns(StoreWarning, match="the file was deleted"):
+                recorder.record("second")
+            recorder.record("after its end")
+
+
 def test_a_request_begins_a_line_after_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, write = tmp_path / "log.jsonl", os.write
     with Recorder(file) as full, Recorder(file) as running:

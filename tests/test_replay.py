@@ -264,6 +264,14 @@ def test_what_cannot_be_asked_is_left_out(running: Engine, file: Callable[..., P
     assert "exceeds" in found.why_left_out[1]
 
 
+def test_a_replay_that_compares_nothing_is_red(file: Callable[..., Path]) -> None:
+    odd = [{"messages": [{"role": "oracle", "content": "?"}]}, {"messages": [3], "tools": [1]}]
+    done = CliRunner().invoke(app, ["replay", str(file(odd))])
+    assert done.exit_code == 1
+    assert "nothing was compared" in done.stderr
+    assert [line.split(": ")[0] for line in done.stderr.splitlines() if "messages[0]=3" in line] == ["not read as it is"]
+
+
 def test_the_command_prints_one_object(file: Callable[..., Path]) -> None:
     code, said = cli(str(file(recorded(*QUESTIONS))), "--limit", "2", "--max-tokens", "2", "--json")
     found = json.loads(said)

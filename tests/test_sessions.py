@@ -522,6 +522,35 @@ def test_sessions_pin_at_most_half_of_the_memory(model: Any) -> None:
             assert 0 < pinned(running)[1] <= 8
 
 
+def test_sessions_give_way_to_tool_groups(model: Any) -> None:
+    with engine(model=model, store=None, memory_bytes=8 * page_bytes(model)) as running:
+        for name in "ab":
+            talk(running.session(name), "Wind?", system=name + LONG)
+        assert pinned(running) == (2, 4)
+        groups = [running.warm(f"{number} {LONG}", name=str(number)) for number in range(4)]
+        assert [group.pages for group in groups] == [2] * 4
+        assert pinned(running) == (4, 8)
+        with pytest.raises(ConfigError, match=r"it needs \d+ bytes, and others have pinned \d+ bytes: release one of them"):
+            running.warm(f"4 {LONG}")
+        running.release("0")
+        assert running.warm(f"4 {LONG}").pages == 2
+
+
+def test_an_interrupted_answer_leaves_no_pin_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any, **also: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine(model=model, store=None) as running:
+        session = running.session("alice")
+        talk(session, FIRST)
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "replace", interrupt)  # as it moves to its second answer
+            with pytest.raises(KeyboardInterrupt):
+                talk(session, SECOND)
+        session.close()
+        assert pinned(running) == (0, 0)
+
+
 def test_an_idle_session_is_evictable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(model=model, store=None) as running:
         session = running.session("alice")

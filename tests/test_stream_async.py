@@ -60,6 +60,24 @@ def test_cancelled_with_its_task() -> None:
         assert wait_until(lambda: running.scheduler.live == 0)
 
 
+def test_a_cancelled_reader_leaves_nothing_running() -> None:
+    """Its task, whose traceback holds the stream, is held by somebody."""
+    with engine() as running:
+
+        async def both() -> None:
+            stream = running.stream(ASKED, sampling=decode(4000))
+            task = asyncio.create_task(gathered(stream))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(wait_until, lambda: running.scheduler.live == 0, 5)
+            with pytest.raises(CancelledError, match="closed before it ended"):
+                _ = stream.completion
+
+        asyncio.run(both())
+
+
 def test_a_loop_closed_mid_stream() -> None:
     with engine() as running:
         loop = asyncio.new_event_loop()

@@ -56,8 +56,8 @@ def replay(
     if as_json:
         say_json({"source": source, "model": model, "unread": len(problems), **asdict(found)})
     else:
-        for why in (*problems, *found.why_left_out):
-            typer.echo(f"left out: {shown(why)}", err=True)
+        for said in (*(f"not read as it is: {why}" for why in problems), *(f"left out: {why}" for why in found.why_left_out)):
+            typer.echo(shown(said), err=True)
         typer.echo(
             f"{count(found.requests, 'request')} against reuse {Against.off.value} ({', '.join(found.ways)}): "
             f"{found.cached_tokens:,} of {found.prompt_tokens:,} prompt tokens cached, {count(found.bitwise, 'answer')} compared bit by bit"
@@ -67,4 +67,7 @@ def replay(
             place = "" if first.page is None else f"; page {first.page} is wrong from token {first.token} on, in span {first.span!r}"
             whose = "" if first.conversation is None else f", conversation {first.conversation!r}"
             typer.echo(shown(f"request {first.request} (line {first.line}{whose}), {first.way}: {first.reason}: {first.detail}{place}"))
+        raise typer.Exit(1)
+    if not found.requests:  # as good as a file without requests
+        typer.echo("agentcache: nothing was compared: all requests fail without reuse, too", err=True)
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..errors import ReuseWarning
@@ -18,11 +18,21 @@ def open_model(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, A
         way = "it is a field of Sampling, which a request takes" if name in Sampling.__dataclass_fields__ else "docs/configure.md has all"
         raise TypeError(f"{name}={loading.get(name)!r:.200}: an engine has no such option; {way}")
     with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
-        opened, tokenizer = loader.submit(_opened, model, tokenizer, loading).result()
+        opening = loader.submit(_opened, model, tokenizer, loading)
+        try:
+            opened, tokenizer = opening.result()
+        except BaseException:  # an interrupt of the waiting: nobody else gives the model back
+            opening.add_done_callback(_close)
+            raise
     used, asked = opened.threads
     if used < asked:
         warnings.warn(f"{used} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=3)
     return opened, tokenizer
+
+
+def _close(opening: Future[tuple[HFModel, Any]]) -> None:
+    if opening.exception() is None:
+        opening.result()[0].close()
 
 
 def _opened(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:

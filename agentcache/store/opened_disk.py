@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..errors import StoreError
 from ..types import StoreOptions
 from .disk.disk_tier import DiskTier
 from .heard_deletions import Deletions
@@ -16,7 +15,7 @@ def open_tier(options: StoreOptions, deletions: Deletions, instead: bool) -> Dis
             from .admin.prune import finish
 
             finish(tier.folder, tier.index)
-    except StoreError:
+    except BaseException:
         tier.close()
         raise
     return tier

@@ -372,8 +372,10 @@ class Store:
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
         """Write what waits, leave the measured cost of a token to the next process, free all pages."""
-        for disk in filter(None, (self.disk, *self._lost)):
-            disk.close(fingerprint, ms_per_token)
-            if disk is self.disk and disk.writer.failure:
-                self._warn_unwritten(disk, 3)
-        self.tree.clear()
+        try:
+            for disk in filter(None, (self.disk, *self._lost)):
+                disk.close(fingerprint, ms_per_token)
+                if disk is self.disk and disk.writer.failure:
+                    self._warn_unwritten(disk, 3)
+        finally:
+            self.tree.clear()

@@ -75,7 +75,7 @@ class Database:
             _databases.add(self)
         try:
             self.read(lambda connection: None)
-        except StoreError:
+        except BaseException:
             self.close()
             raise
 
@@ -149,6 +149,9 @@ class Database:
                     raise StoreError(f"the index {str(self.path)!r} cannot be used: {error}") from error
                 except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # values that no writer of ours put there
                     raise corrupt(self.path, f"{type(error).__name__}: {error}") from error
+                except BaseException:  # an interrupt, which may leave a transaction open
+                    link.close()
+                    raise
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_S[1])
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,8 +63,7 @@ class DiskTier:
     """
 
     def __init__(self, options: StoreOptions, deletions: Deletions | None = None, *, instead: bool = False) -> None:
-        self.options = options
-        self.written: Precision = options.precision
+        self.options, self.written = options, options.precision
         self.precision: Precision = options.turns if self.written == "exact" else self.written  # the fewest bits that lossy requests get
         self.folder = Folder.open(options.folder, key=options.encryption_key, overwrite=options.overwrite)
         self.seen = self.folder.generation
@@ -79,13 +78,13 @@ class DiskTier:
         try:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
             self.deletions.generation = self.index.generation()
-        except StoreError:
+            self._known_rate = replace(self.read_rate)  # as the next process knows it
+            self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
+            made = WriteBudget(options.write_bytes_per_hour), self.index.touch, self.leases.awaited, self.deletions
+            self.writer = Writer(self._save, *made)
+        except BaseException:  # no more threads, perhaps
             self.index.close()
             raise
-        self._known_rate = replace(self.read_rate)  # as the next process knows it
-        self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
-        budget = WriteBudget(options.write_bytes_per_hour)
-        self.writer = Writer(self._save, budget, self.index.touch, self.leases.awaited, self.deletions)
         self._readers = ThreadPoolExecutor(READERS, "agentcache-reader", use_one_thread)
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
@@ -376,16 +375,17 @@ class DiskTier:
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
         """Write pending pages, leave the measurements to the next process, release the pins and leases of this one."""
-        self._readers.shutdown(cancel_futures=True)
-        self.writer.close()
-        with suppress(StoreError):  # pins and leases die with this process anyway, rates are measured again
-            if self.folder.writable:
-                self.remember_rates(fingerprint, ms_per_token)
-                for name in list(self._pinned):
-                    while self._pinned[name]:
+        try:
+            with closing(self.writer):
+                self._readers.shutdown(cancel_futures=True)
+        finally:  # pins and leases die with this process anyway, rates are measured again
+            with suppress(StoreError):
+                if self.folder.writable:
+                    self.remember_rates(fingerprint, ms_per_token)
+                    for name in [name for name, pins in self._pinned.items() for _ in pins]:
                         self.release_pin(name)
-                self.leases.close()
-        self.index.close()
+                    self.leases.close()
+            self.index.close()
 
     def _sweep(self) -> None:
         """Delete files of killed writers; files that others may still be writing count as used room."""

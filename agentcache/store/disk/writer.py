@@ -110,7 +110,11 @@ class Writer:
         self._writing = b""
         self._paused_until = 0.0
         self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt once it has started
+            self.abandon()
+            raise
 
     def __len__(self) -> int:
         """Number of pages that wait."""
@@ -201,12 +205,16 @@ class Writer:
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Flush, then end the thread."""
-        self.flush(timeout_s)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
+        """Flush, then end the thread. An interrupt ends the waiting, and the writing."""
+        try:
+            self.flush(timeout_s)
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join(timeout_s)
+        except BaseException:
+            self.abandon()
+            raise
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

@@ -135,6 +135,22 @@ def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
     index.add(rows_of_prompt(random_ids(600, 1)))
 
 
+def test_an_interrupt_amid_a_transaction_ends_it(index: Index) -> None:
+    """It may come between two statements of Python, where nothing undoes the transaction."""
+
+    def interrupted(connection: sqlite3.Connection) -> None:
+        connection.execute("BEGIN IMMEDIATE")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index.database.read(interrupted)
+    with closing(sqlite3.connect(index.database.path, timeout=0.0, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # "database is locked", were it open still
+        other.execute("ROLLBACK")
+    index.add(rows_of_prompt(random_ids(600)))
+    assert index.stats()["rows"] == 2
+
+
 def test_one_writes_at_a_time_from_the_beginning(index: Index) -> None:
     """Two that read before they write would both have to start again."""
     order: list[str] = []
