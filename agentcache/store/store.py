@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import AgentCacheError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
+from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
 from ..types import Grade, Reason, StoreOptions
 from .entry import Entry, Match, PageQuery
@@ -52,16 +52,22 @@ class Store:
         self._renew_at = 0.0  # by time.monotonic()
         self._warned = False  # that pages are not written
 
+    @staticmethod
+    def checked(store: StoreOptions | str | os.PathLike[str] | None, memory_bytes: int | None) -> StoreOptions | None:
+        """Options of the part on disk. ConfigError: there is no such part, or no such budget of memory."""
+        if memory_bytes is not None and (type(memory_bytes) is not int or memory_bytes < 0):
+            raise ConfigError(f"memory_bytes={memory_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
+        return store if isinstance(store, StoreOptions) or store is None else StoreOptions(store)
+
     @classmethod
-    def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
-        """With the folder or options of the part on disk. Memory only for None, a damaged index, a full disk, or a default that fails."""
-        options = store if isinstance(store, StoreOptions) or store is None else StoreOptions(store)
+    def open(cls, budget_bytes: int, host_bytes: int, options: StoreOptions | None) -> Store:
+        """With the part on disk. Memory only for None, a damaged index, a full disk, or a default that fails."""
         if options is not None and options.folder is None and not os.environ.get("AGENTCACHE_DIR", "unset"):
             options = None
         try:
             return cls(budget_bytes, host_bytes, options)
         except StoreError as error:
-            if store is not DEFAULT and not isinstance(error, (StoreCorruptError, StoreFullError)):
+            if options is not DEFAULT and not isinstance(error, (StoreCorruptError, StoreFullError)):
                 raise
             warnings.warn(f"nothing is kept on disk: {error}", StoreWarning, stacklevel=3)
             return cls(budget_bytes, host_bytes)
