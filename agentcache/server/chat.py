@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from ..types import Logprob, Message
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
-from .errors import ServerError
+from .errors import ServerError, refused
 from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 from .served_models import adapter_of
 from .token_bytes import shown, token_bytes
@@ -66,10 +66,19 @@ def asking(body: Body, prompt: str | list[dict[str, Any]], tools: Sequence[Any] 
 
 
 def with_role(message: dict[str, Any]) -> dict[str, Any]:
-    """A message in the roles that chat templates know, without the fields of OpenAI that say nothing."""
-    said = {key: value for key, value in message.items() if value is not None and key not in ("refusal", "annotations", "audio")}
-    if said.get("role") == "developer":
-        said["role"] = "system"
+    """A message in the roles that chat templates know, without the fields of OpenAI that say nothing: a refusal is its text."""
+    said = {key: value for key, value in message.items() if value is not None and key not in ("refusal", "annotations", "function_call")}
+    if said.get("role") in ("developer", "function"):
+        said["role"] = "system" if said["role"] == "developer" else "tool"
+    if isinstance(content := said.get("content"), list):
+        texts = ({"type": "text", "text": part["refusal"]} if isinstance(part, dict) and "refusal" in part else part for part in content)
+        said["content"] = list(texts)
+    if not said.get("content") and message.get("refusal"):
+        said["content"] = message["refusal"]
+    if "tool_calls" not in said and message.get("function_call"):  # as they were before there were several
+        said["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
+    if "audio" in said:
+        raise refused("messages", {"audio": said["audio"]}, "this server reads no sound: send what it says as content")
     return said
 
 

@@ -183,6 +183,35 @@ def test_developer_messages_are_system_messages(served: Served) -> None:
     assert plain["usage"]["prompt_tokens"] == developer["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"content": None, "refusal": "I may not say that."}, {"content": "I may not say that."}),
+        ({"content": [{"type": "refusal", "refusal": "I may not say that."}]}, {"content": "I may not say that."}),
+        (
+            {"content": None, "function_call": {"name": "tide", "arguments": '{"port": "Averil"}'}},
+            {"tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": '{"port": "Averil"}'}}]},
+        ),
+    ],
+)
+def test_what_an_assistant_said_in_older_fields_is_shown(served: Served, older: dict[str, Any], newer: dict[str, Any]) -> None:
+    called = "tool_calls" in newer
+    results = [{"role": role, "name": "tide", "content": "At 11."} for role in (("function", "tool") if called else ("user", "user"))]
+    said = [[*ASKED, {"role": "assistant", **one}, result] for one, result in zip((older, newer), results)]
+    with served.client() as http:
+        shown = [http.post("/v1/chat/completions", json={"messages": one, "tools": [TIDE], "max_tokens": 4}).json() for one in said]
+    assert shown[0]["choices"] == shown[1]["choices"]
+    assert shown[0]["usage"]["prompt_tokens"] == shown[1]["usage"]["prompt_tokens"]
+
+
+def test_an_earlier_answer_in_sound_is_refused(served: Served) -> None:
+    said = [*ASKED, {"role": "assistant", "audio": {"id": "audio_1"}}, ASKED[1]]
+    with served.client() as http:
+        refused = http.post("/v1/chat/completions", json={"messages": said})
+    assert refused.status_code == 400
+    assert "this server reads no sound" in refused.json()["error"]["message"]
+
+
 def test_a_client_that_leaves_a_whole_answer_frees_the_device(served: Served) -> None:
     before = served.state.records.last(None, 1)
     with served.client() as http, pytest.raises(httpx.ReadTimeout):
