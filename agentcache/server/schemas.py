@@ -122,6 +122,8 @@ class ChatBody(Body):
 
 def _one_text(prompt: Any) -> Any:
     """A prompt; LangChain's class of texts puts it into a list."""
+    if isinstance(prompt, list) and not all(isinstance(one, str) for one in prompt):
+        raise ValueError("is a list of token ids: only text can be read, send that")
     if isinstance(prompt, list) and len(prompt) != 1:
         raise ValueError(f"is a list of {len(prompt)}: send one request for each text")
     return prompt[0] if isinstance(prompt, list) else prompt

@@ -103,12 +103,14 @@ def test_a_text_completion_goes_on(served: Served) -> None:
 
 def test_a_prompt_may_stand_in_a_list(served: Served) -> None:
     with served.client() as http:
-        alone, listed, two = (
-            http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4}) for prompt in ("The keeper", ["The keeper"], ["a", "b"])
+        alone, listed, two, tokens = (
+            http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4})
+            for prompt in ("The keeper", ["The keeper"], ["a", "b"], [[464, 10]])
         )
     assert listed.json()["choices"] == alone.json()["choices"]
-    assert (two.status_code, two.json()["error"]["param"]) == (400, "prompt")
-    assert "one request for each text" in two.json()["error"]["message"]
+    for refused, way in ((two, "one request for each text"), (tokens, "is a list of token ids: only text can be read")):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert way in refused.json()["error"]["message"]
 
 
 REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
