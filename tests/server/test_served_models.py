@@ -76,7 +76,7 @@ def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(waits) == 1
 
 
-def test_a_model_that_cannot_be_loaded_says_why() -> None:
+def test_a_model_that_cannot_be_loaded_says_why(caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []
 
     def fail(say: Callable[[str], None]) -> Engine:
@@ -92,6 +92,8 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
             assert http.get(told).json()["models"][0]["phase"] == "KeyError: 'no such layer'"
         assert http.post(CHAT, json={**BODY, "model": "embedded"}).status_code == 200
         assert len(tried) > 1, "each request tries again"
+    assert caplog.text.count("model 'broken' could not be loaded: KeyError: 'no such layer'") == len(tried)
+    assert "never retrieved" not in caplog.text
 
 
 def test_models_are_told_apart_by_name() -> None:
