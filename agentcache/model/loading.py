@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from .kernels import linear_compiled
 from .wrapped_weights import is_quantized
 
+# To load, of this process's threads: transformers patches its classes meanwhile, and two at once leave weights unread
+_TURNS: dict[int, threading.Lock] = {}
 WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
 
 
@@ -85,7 +89,8 @@ def load(
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
                 compiler.submit(linear_compiled.compile_products, weights is not None)
-            loaded = _loaded(model, options, hub)
+            with _TURNS.setdefault(os.getpid(), threading.Lock()):
+                loaded = _loaded(model, options, hub)
         for module in loaded.modules() if bits == 4 else ():
             if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes
