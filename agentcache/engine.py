@@ -104,7 +104,7 @@ class Engine(ProcessOwned, Documents):
         super().__init__()
         if type(chunk_tokens) is not int or chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
-        self.reuse: Reuse = check_reuse(reuse)
+        self.reuse, self.redact = check_reuse(reuse), redact
         if receipts is not None:
             from .receipt_log import ReceiptLog
         log = ReceiptLog(receipts) if receipts is not None else None
@@ -114,11 +114,12 @@ class Engine(ProcessOwned, Documents):
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
         self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
-        self.model, tokenizer = open_model(model, tokenizer, loading)
+        disk = Store.checked(store, memory_bytes)
+        self.model, tokenizer = open_model(model, tokenizer, loading, Engine.__init__.__kwdefaults__)
         self.fingerprint = self.model.fingerprint
         try:
             self.tokenizer = in_transformers_form(tokenizer)
-            self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
+            self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else disk)
             self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
             # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
             self._end = weakref.finalize(self, elsewhere(_end), os.getpid(), self.scheduler)
@@ -134,7 +135,6 @@ class Engine(ProcessOwned, Documents):
         if reuse == "approximate" or calibration is not None:
             self.approximate.calibrate()
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
-        self.redact = redact
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine

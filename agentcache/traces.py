@@ -67,7 +67,7 @@ def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = No
     `tools_ref` catalogs lie; by default `tools` beside the trace's own folder.
     """
     if not path.is_file():
-        raise ConfigError(f"workload {str(path)!r} is not a file: give a .jsonl trace")
+        raise ConfigError(f"workload {str(path)!r} is not a file: give a .jsonl trace, such as agentcache.Recorder writes")
     folder = tools_dir if tools_dir is not None else path.resolve().parent.parent / "tools"
     recorded: dict[str, list[Call]] = {}
     with path.open("rb") as lines:

@@ -157,6 +157,8 @@ def test_misplaced_settings_name_their_place(engine: Engine, model_folder: Path)
         engine.generate(PROMPT, max_token=4)
     with pytest.raises(TypeError, match=r"max_tokens=4: an engine has no such option; it is a field of Sampling"):
         Engine(model_folder, store=None, max_tokens=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"stor=None: an engine has no such option; docs/configure.md has all; did you mean store\?"):
+        Engine(model_folder, stor=None)  # type: ignore[call-arg]
 
 
 def test_values_of_other_kinds_are_named(engine: Engine) -> None:

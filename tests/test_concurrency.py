@@ -7,6 +7,8 @@ import random
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from agentcache import Engine
 from agentcache.errors import CancelledError, EngineClosedError
 from agentcache.events import Events
 from agentcache.kv import Page
+from agentcache.model import loading
 from tests.engines import SYSTEM, Spy, chat, check_store, decode, engine, long_text, wait_until
 
 
@@ -248,3 +251,23 @@ def test_an_idle_engine_holds_no_sequence_alive() -> None:
             running.generate(chat("y"), sampling=decode(2), reuse="off")
         assert refs
         assert wait_until(lambda: gc.collect() is not None and all(ref() is None for ref in refs))
+
+
+def test_models_are_loaded_in_turn(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers patches its classes while it loads: of two at once one had weights that were never read, and none loaded afterwards."""
+    inside, seen, original = list[int](), list[int](), loading._loaded
+
+    def slow(*given: Any) -> Any:
+        inside.append(1)
+        seen.append(len(inside))
+        time.sleep(0.05)
+        try:
+            return original(*given)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(loading, "_loaded", slow)
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda _: loading.load(model_folder), range(3)))
+    assert seen == [1, 1, 1]
+    assert all(weight.device.type == "cpu" for model, _ in made for weight in model.parameters())

@@ -66,6 +66,13 @@ def test_settings_that_cannot_work(options: dict[str, Any], said: str) -> None:
         Engine(models.build("qwen3"), models.toy_tokenizer(), **options)
 
 
+@pytest.mark.parametrize("option", [{"store": 5}, {"memory_bytes": "4GB"}, {"stor": None}], ids=str)
+def test_settings_are_refused_before_weights_are_loaded(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.model.opening.load", lambda *given, **loading: pytest.fail("loaded"))
+    with pytest.raises((errors.ConfigError, TypeError), match=next(iter(option))):
+        Engine("embedded", **option)
+
+
 def test_a_setting_that_there_is_not_is_named() -> None:
     with pytest.raises(TypeError, match="devise"):
         Engine("embedded", devise="cpu")  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ import typer
 from ..bench.options import Dtype, WeightsOption
 from ..errors import ConfigError
 from ..terminal import report_errors
-from .store import PolicyOption, StoreOption, named_adapter
+from .store import PolicyOption, StoreOption, given_system, given_tools, named_adapter
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -51,9 +51,15 @@ def serve(
             from ..server.tenants import Tenants
         except ImportError as error:
             raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
+        if not timeout:
+            raise ConfigError(f"--timeout={timeout!r}: no answer is whole in no time; give seconds, or inf for no bound")
         tenants = Tenants.read(keys, requests)
         if host not in LOCAL and not tenants.asks_for_keys:
             raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
+        if policy is not None:
+            from ..policy import Policy
+
+            Policy.read(policy)  # each engine does, when it is made
         if bits not in (None, 4, 8):
             raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
         options: dict[str, Any] = {"dtype": dtype and dtype.value, "weights": weights and weights.value, "policy": policy}
@@ -95,18 +101,18 @@ def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: st
     if not path or not name:
         raise ConfigError(f"MODEL={said!r}: give a folder, an id, or NAME=PATH")
     shown = name if sep else Path(path).name if os.path.isdir(path) else path
+    prompt, tools = given_system(system), given_tools(warm, "--warm")
 
     def open_engine(say: Callable[[str], None]) -> Engine:
         say("importing torch and transformers")
         from ..engine import Engine as Opened
-        from .store import given_system, given_tools
 
         say("loading weights")
         engine = Opened(path, **options)
         if warm is not None or system is not None:
             say("computing the tool group")
             try:
-                engine.warm(given_system(system), given_tools(warm), name="served")
+                engine.warm(prompt, tools, name="served")
             except BaseException:
                 engine.close()
                 raise

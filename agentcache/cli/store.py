@@ -192,17 +192,17 @@ def _flushed(engine: Engine, group: ToolGroup) -> int:
     return sum(row.bytes for row in rows if row is not None)
 
 
-def given_tools(path: Path | None) -> list[Any]:
+def given_tools(path: Path | None, option: str = "--tools") -> list[Any]:
     """Tool schemas of a JSON file."""
     if path is None:
         return []
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tools={str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"{option}={str(path)!r} cannot be read: {error}") from error
     found = found.get("tools") if isinstance(found, dict) else found
     if not isinstance(found, list):
-        raise ConfigError(f"--tools={str(path)!r}: must hold a JSON list of function schemas")
+        raise ConfigError(f"{option}={str(path)!r}: must hold a JSON list of function schemas")
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from .kernels import linear_compiled
 from .wrapped_weights import is_quantized
 
+# To load, of this process's threads: transformers patches its classes meanwhile, and two at once leave weights unread
+_TURNS: dict[int, threading.Lock] = {}
 WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
 
 _DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
@@ -92,7 +96,8 @@ def load(
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
                 compiler.submit(linear_compiled.compile_products, weights is not None)
-            loaded = _loaded(model, options, hub)
+            with _TURNS.setdefault(os.getpid(), threading.Lock()):
+                loaded = _loaded(model, options, hub)
         for module in loaded.modules() if bits == 4 else ():
             if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,10 +13,14 @@ from .hf import HFModel
 from .loading import Loading, load
 
 
-def open_model(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:
-    """A model ready for packed forwards, and its tokenizer, from what `load` takes."""
+def open_model(model: Any, tokenizer: Any, loading: Loading, others: Iterable[str] | None = None) -> tuple[HFModel, Any]:
+    """A model ready for packed forwards, and its tokenizer, from what `load` takes. others: options of an engine beside these."""
     for name in loading.keys() - Loading.__annotations__.keys():
-        way = "it is a field of Sampling, which a request takes" if name in Sampling.__dataclass_fields__ else "docs/configure.md has all"
+        way = "it is a field of Sampling, which a request takes"
+        if name not in Sampling.__dataclass_fields__:
+            from ..foreign_settings import meant
+
+            way = f"docs/configure.md has all{meant([name], [*(others or ()), *Loading.__annotations__])}"
         raise TypeError(f"{name}={loading.get(name)!r:.200}: an engine has no such option; {way}")
     with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
         opening = loader.submit(_opened, model, tokenizer, loading)

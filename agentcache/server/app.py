@@ -95,6 +95,8 @@ class Gate:
         except ValueError:
             await _response(ServerError(400, "content-length is no number"))(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as monitors ask; the socket's server leaves out the body
+            scope = {**scope, "method": "GET"}
         await self._app(scope, self._bounded(receive), send)
 
     def _check_host(self, host: str) -> None:
@@ -148,10 +150,14 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """A body that is no JSON, or not of this shape: 400 as OpenAI says it, with the first place that is wrong."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
     kind = str(first["type"])
+    place = "" if kind == "json_invalid" else ".".join(str(part) for part in first["loc"] if part != "body")
     unknown = kind == "extra_forbidden"
     said = f"{place}: this parameter is not known here" if unknown else f"{place or 'body'}: {first['msg']}"
+    if kind == "json_invalid":
+        said = f"body: is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
+    if kind == "none_required":
+        said = f"{place}={first['input']!r:.200}: cannot be honoured here: leave it out"
     if kind == "model_attributes_type" and not place and "json" not in request.headers.get("content-type", ""):
         said = f"content-type={request.headers.get('content-type', '')!r}: send the header content-type: application/json"
     code = "unknown_parameter" if unknown else "invalid_json" if kind == "json_invalid" else "invalid_type"

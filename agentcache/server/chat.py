@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from ..types import Logprob, Message
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
-from .errors import ServerError
+from .errors import ServerError, refused
 from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 from .served_models import adapter_of
 from .token_bytes import shown, token_bytes
@@ -66,10 +66,19 @@ def asking(body: Body, prompt: str | list[dict[str, Any]], tools: Sequence[Any] 
 
 
 def with_role(message: dict[str, Any]) -> dict[str, Any]:
-    """A message in the roles that chat templates know, without the fields of OpenAI that say nothing."""
-    said = {key: value for key, value in message.items() if value is not None and key not in ("refusal", "annotations", "audio")}
-    if said.get("role") == "developer":
-        said["role"] = "system"
+    """A message in the roles that chat templates know, without the fields of OpenAI that say nothing: a refusal is its text."""
+    said = {key: value for key, value in message.items() if value is not None and key not in ("refusal", "annotations", "function_call")}
+    if said.get("role") in ("developer", "function"):
+        said["role"] = "system" if said["role"] == "developer" else "tool"
+    if isinstance(content := said.get("content"), list):
+        texts = ({"type": "text", "text": part["refusal"]} if isinstance(part, dict) and "refusal" in part else part for part in content)
+        said["content"] = list(texts)
+    if not said.get("content") and message.get("refusal"):
+        said["content"] = message["refusal"]
+    if "tool_calls" not in said and message.get("function_call"):  # as they were before there were several
+        said["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
+    if "audio" in said:
+        raise refused("messages", {"audio": said["audio"]}, "this server reads no sound: send what it says as content")
     return said
 
 
@@ -157,40 +166,57 @@ def logprob_of(engine: Engine, one: Logprob) -> dict[str, Any]:
 
 @router.post("/completions", tags=["openai"], responses=EVENTS)
 async def complete(body: CompletionBody, request: Request) -> Response:
-    """Continue a text."""
+    """Continue a text, or each of several: the answers are computed together."""
     body.check_neutral()
     state: ServerState = request.app.state.server
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if len(prompts) > (most := state.tenants.most(request.state.tenant)):
+        raise refused("prompt", f"{len(prompts)} texts", f"at most {most} are computed at once: send fewer")
 
     sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)
     async with AsyncExitStack() as stack:
-        answer = await opened(state, request, stack, body.model, "cmpl", asking(body, body.prompt, sampling=sampling))
+        answers: list[Answer] = []
+        for prompt in prompts:
+            answers.append(await opened(state, request, stack, body.model, "cmpl", asking(body, prompt, sampling=sampling)))
+            stack.callback(answers[-1].record.leave)
         if not body.stream:
-            return await whole(state, request, answer, _text_whole(answer))
+            return await whole(state, request, answers[0], _text_whole(answers))
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(state, stack.pop_all(), answer, _text_events(answer, usage), failed=failed_event, end=DONE)
+        return EventStream(state, stack.pop_all(), answers[0], _text_events(answers, usage), failed=failed_event, end=DONE)
 
 
-async def _text_whole(answer: Answer) -> Mapping[str, Any]:
-    completion = await answer.completion()
-    finish = "length" if completion.finish_reason == "length" else "stop"
-    choice = {"index": 0, "text": completion.text, "logprobs": _text_logprobs(answer.engine, completion), "finish_reason": finish}
-    return {**_head(answer, "text_completion"), "choices": [choice], "usage": completion.usage}
+async def _text_whole(answers: Sequence[Answer]) -> Mapping[str, Any]:
+    """Receipts of all but the first one stand in their choices."""
+    done = [await answer.completion() for answer in answers]
+    choices = [
+        _text_choice(index, answer, completion.text, completion) | (answer.told() if index else {})
+        for index, (answer, completion) in enumerate(zip(answers, done))
+    ]
+    return {**_head(answers[0], "text_completion"), "choices": choices, "usage": _sum([completion.usage for completion in done])}
 
 
-async def _text_events(answer: Answer, usage: bool) -> AsyncIterator[str]:
-    head = _head(answer, "text_completion")
-
-    def chunk(text: str, finish: str | None = None, logprobs: Any = None, **more: Any) -> str:
-        return sse({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}], **more})
-
-    async for piece in answer.stream:
-        if piece.text:
-            yield chunk(piece.text)
-    completion = answer.stream.completion
-    finish = "length" if completion.finish_reason == "length" else "stop"
-    yield chunk("", finish, _text_logprobs(answer.engine, completion), **answer.told())
+async def _text_events(answers: Sequence[Answer], usage: bool) -> AsyncIterator[str]:
+    head = _head(answers[0], "text_completion")
+    for index, answer in enumerate(answers):
+        async for piece in answer.stream:
+            if piece.text:
+                yield sse({**head, "choices": [_text_choice(index, answer, piece.text)]})
+        yield sse({**head, "choices": [_text_choice(index, answer, "", answer.stream.completion)], **answer.told()})
     if usage:
-        yield sse({**head, "choices": [], "usage": completion.usage})
+        yield sse({**head, "choices": [], "usage": _sum([answer.stream.completion.usage for answer in answers])})
+
+
+def _text_choice(index: int, answer: Answer, text: str, done: Completion | None = None) -> dict[str, Any]:
+    """done: of the last piece."""
+    finish = None if done is None else "length" if done.finish_reason == "length" else "stop"
+    logprobs = None if done is None else _text_logprobs(answer.engine, done)
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _sum(counts: Sequence[Any]) -> Any:
+    if isinstance(counts[0], Mapping):
+        return {name: _sum([one[name] for one in counts]) for name in counts[0]}
+    return sum(counts)
 
 
 def _text_logprobs(engine: Engine, completion: Completion) -> dict[str, Any] | None:

@@ -120,17 +120,16 @@ class ChatBody(Body):
     verbosity: str | None = None
 
 
-def _one_text(prompt: Any) -> Any:
-    """A prompt; LangChain's class of texts puts it into a list."""
-    if isinstance(prompt, list) and len(prompt) != 1:
-        raise ValueError(f"is a list of {len(prompt)}: send one request for each text")
-    return prompt[0] if isinstance(prompt, list) else prompt
+def _texts(prompt: Any) -> Any:
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt)):
+        raise ValueError("must be a text, or a list of texts: token ids cannot be read")
+    return prompt
 
 
 class CompletionBody(Body):
-    """POST /v1/completions: a raw prompt, without a chat template."""
+    """POST /v1/completions: raw prompts, without a chat template."""
 
-    prompt: Annotated[Text, BeforeValidator(_one_text)]
+    prompt: Annotated[Text | list[Text], BeforeValidator(_texts)]
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None

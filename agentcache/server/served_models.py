@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ..errors import AgentCacheError
 from .errors import ServerError
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 State = Literal["unloaded", "loading", "ready", "failed"]
 LOOK_S = 1.0
+log = logging.getLogger("agentcache")
 
 
 @dataclass(eq=False)
@@ -44,7 +47,14 @@ class ServedModel:
         if self._loading is None:
             self.state, self.phase, self.began = "loading", "starting", time.monotonic()
             self._loading = asyncio.create_task(self._load())
+            self._loading.add_done_callback(self._tell_failure)
         return self._loading
+
+    def _tell_failure(self, loading: asyncio.Task[Engine]) -> None:
+        """Let the log say why it could not be loaded, for those who asked for nothing yet. A traceback is of use where it is a fault."""
+        if not loading.cancelled() and (error := loading.exception()) is not None:
+            fault = None if isinstance(error, AgentCacheError) else error
+            log.error("model %r could not be loaded: %s", self.name, self.phase, exc_info=fault)
 
     async def _load(self) -> Engine:
         def say(phase: str) -> None:

@@ -93,10 +93,14 @@ class Tenants:
             raise ServerError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return tenant
 
+    def most(self, tenant: Tenant) -> int:
+        """Its bound of requests at once."""
+        return self._most if tenant.rule.requests is None else min(tenant.rule.requests, self._most)
+
     @contextmanager
     def admit(self, tenant: Tenant) -> Iterator[None]:
         """Count one running request. ServerError 429: the tenant, or the server, runs as many as it may."""
-        most = self._most if tenant.rule.requests is None else tenant.rule.requests
+        most = self.most(tenant)
         if tenant.running >= most or self.running >= self._most:
             whose, bound = ("this key has", most) if tenant.running >= most else ("the server has", self._most)
             raise ServerError(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import AgentCacheError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
+from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
 from ..types import Grade, Reason, StoreOptions
 from .entry import Entry, Match, PageQuery
@@ -52,18 +51,24 @@ class Store:
         self._renew_at = 0.0  # by time.monotonic()
         self._warned = False  # that pages are not written
 
+    @staticmethod
+    def checked(store: StoreOptions | str | os.PathLike[str] | None, memory_bytes: int | None) -> StoreOptions | None:
+        """Options of the part on disk. ConfigError: there is no such part, or no such budget of memory."""
+        if memory_bytes is not None and (type(memory_bytes) is not int or memory_bytes < 0):
+            raise ConfigError(f"memory_bytes={memory_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
+        return store if isinstance(store, StoreOptions) or store is None else StoreOptions(store)
+
     @classmethod
-    def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
-        """With the folder or options of the part on disk. Memory only for None, a damaged index, a full disk, or a default that fails."""
-        options = store if isinstance(store, StoreOptions) or store is None else StoreOptions(store)
+    def open(cls, budget_bytes: int, host_bytes: int, options: StoreOptions | None) -> Store:
+        """With the part on disk. Memory only for None, a damaged index, a full disk, or a default that fails."""
         if options is not None and options.folder is None and not os.environ.get("AGENTCACHE_DIR", "unset"):
             options = None
         try:
             return cls(budget_bytes, host_bytes, options)
         except StoreError as error:
-            if store is not DEFAULT and not isinstance(error, (StoreCorruptError, StoreFullError)):
+            if options is not DEFAULT and not isinstance(error, (StoreCorruptError, StoreFullError)):
                 raise
-            warnings.warn(f"nothing is kept on disk: {error}", StoreWarning, stacklevel=3)
+            _warn(f"nothing is kept on disk: {error}")
             return cls(budget_bytes, host_bytes)
 
     def _disk_tier(self, options: StoreOptions, instead: bool = False) -> DiskTier:
@@ -221,7 +226,7 @@ class Store:
                 if disk is self.disk:  # else another thread has noticed, too
                     self._heed(disk)
         elif disk is not None and disk.writer.failure:
-            self._warn_unwritten(disk, 4)
+            self._warn_unwritten(disk)
         return Moment(self.deletions.generation, time.time())
 
     def _heed(self, disk: DiskTier) -> None:
@@ -246,8 +251,7 @@ class Store:
             entry.row = 0  # is written again once it is used, or flushed while it is pinned
         outcome = self._renew()
         with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
-            said = f"the store {str(disk.folder.path)!r} was deleted, or made anew, while it was in use: {outcome}"
-            warnings.warn(said, StoreWarning, stacklevel=5)
+            _warn(f"the store {str(disk.folder.path)!r} was deleted, or made anew, while it was in use: {outcome}")
 
     def _renew(self) -> str:
         """Open the folder in the place of the one that was lost; says what becomes of pages from now on."""
@@ -260,13 +264,12 @@ class Store:
             renewed()
         return "what is used from now on is written to a new one"
 
-    def _warn_unwritten(self, disk: DiskTier, depth: int) -> None:
+    def _warn_unwritten(self, disk: DiskTier) -> None:
         """Say once that pages are not written, and why: requests go on without."""
         if not self._warned:
             self._warned = True
             with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
-                said = f"pages are not written to {str(disk.folder.path)!r}, later processes compute them again: {disk.writer.failure}"
-                warnings.warn(said, StoreWarning, stacklevel=depth)
+                _warn(f"pages are not written to {str(disk.folder.path)!r}, later processes compute them again: {disk.writer.failure}")
 
     def let_go(self, done: Deletion) -> tuple[int, int]:
         """Drop pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
@@ -376,6 +379,13 @@ class Store:
             for disk in filter(None, (self.disk, *self._lost)):
                 disk.close(fingerprint, ms_per_token)
                 if disk is self.disk and disk.writer.failure:
-                    self._warn_unwritten(disk, 3)
+                    self._warn_unwritten(disk)
         finally:
             self.tree.clear()
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the caller's program."""
+    from ..caller_warnings import CallerWarnings
+
+    CallerWarnings((), StoreWarning).warn(text)

@@ -58,7 +58,7 @@ def test_limits(traces: Path) -> None:
 
 
 def test_broken_workloads_are_named(traces: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a file"):
+    with pytest.raises(ConfigError, match="is not a file: give a .jsonl trace, such as agentcache.Recorder writes"):
         list(trace_files.read(traces / "nothing.jsonl"))
     (traces / "bad.jsonl").write_text('{"id": 1}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="line 1: has none of"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -101,14 +102,58 @@ def test_a_text_completion_goes_on(served: Served) -> None:
     assert len(whole.logprobs.tokens) == len(streamed[-1].logprobs.tokens) == 6
 
 
-def test_a_prompt_may_stand_in_a_list(served: Served) -> None:
+def test_texts_of_a_list_are_continued_together(served: Served) -> None:
+    asked = {"max_tokens": 4, "logprobs": 1}
     with served.client() as http:
-        alone, listed, two = (
-            http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4}) for prompt in ("The keeper", ["The keeper"], ["a", "b"])
-        )
-    assert listed.json()["choices"] == alone.json()["choices"]
-    assert (two.status_code, two.json()["error"]["param"]) == (400, "prompt")
-    assert "one request for each text" in two.json()["error"]["message"]
+        alone = [http.post("/v1/completions", json={"prompt": prompt, **asked}).json() for prompt in ("The keeper", "A ship")]
+        both = http.post("/v1/completions", json={"prompt": ["The keeper", "A ship"], **asked}).json()
+        one = http.post("/v1/completions", json={"prompt": ["The keeper"], **asked}).json()
+    assert one["choices"] == alone[0]["choices"]
+    receipt = both["choices"][1].pop("x_agentcache")
+    assert both["choices"] == [{**each["choices"][0], "index": index} for index, each in enumerate(alone)]
+    assert both["usage"]["total_tokens"] == sum(each["usage"]["total_tokens"] for each in alone)
+    assert (receipt["state"], both["x_agentcache"]["state"]) == ("done", "done")
+    assert receipt["id"] != both["x_agentcache"]["id"] == both["id"]
+
+
+def test_texts_of_a_list_are_streamed(served: Served) -> None:
+    api, asked = served.openai(), {"model": "embedded", "prompt": ["The keeper", "A ship"], "max_tokens": 4}
+    whole = api.completions.create(**asked)
+    *chunks, last = api.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    said = [[chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index] for index in range(2)]
+    assert ["".join(choice.text for choice in each) for each in said] == [choice.text for choice in whole.choices]
+    assert [each[-1].finish_reason for each in said] == ["length", "length"]
+    assert last.usage.total_tokens == whole.usage.total_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "must be a text, or a list of texts"),
+        ([[464, 10]], "token ids cannot be read"),
+        (["The keeper"] * 17, "prompt='17 texts': at most 16 are computed at once: send fewer"),
+    ],
+    ids=["none", "tokens", "many"],
+)
+def test_prompts_that_are_none_are_refused(served: Served, prompt: list[Any], said: str) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_all_texts(served: Served, stream: bool) -> None:
+    engine, body = served.state.models.first.engine, {**ENDLESS, "prompt": ["The keeper of the", "A ship in the"], "stream": stream}
+    assert engine is not None
+    with served.client() as http, suppress(httpx.ReadTimeout), http.stream("POST", "/v1/completions", json=body, timeout=0.3) as answer:
+        next(answer.iter_lines())
+    for _ in range(2000):
+        if not engine.scheduler.live and not served.state.tenants.running:
+            break
+        time.sleep(0.01)
+    assert (engine.scheduler.live, served.state.tenants.running) == (0, 0)
+    assert [record.state for record in served.state.records.last(None, 2)] == ["cancelled", "cancelled"]
 
 
 REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
@@ -181,6 +226,35 @@ def test_developer_messages_are_system_messages(served: Served) -> None:
         plain, developer = (http.post("/v1/chat/completions", json={"messages": one, "max_tokens": 4}).json() for one in (ASKED, said))
     assert plain["choices"] == developer["choices"]
     assert plain["usage"]["prompt_tokens"] == developer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"content": None, "refusal": "I may not say that."}, {"content": "I may not say that."}),
+        ({"content": [{"type": "refusal", "refusal": "I may not say that."}]}, {"content": "I may not say that."}),
+        (
+            {"content": None, "function_call": {"name": "tide", "arguments": '{"port": "Averil"}'}},
+            {"tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": '{"port": "Averil"}'}}]},
+        ),
+    ],
+)
+def test_what_an_assistant_said_in_older_fields_is_shown(served: Served, older: dict[str, Any], newer: dict[str, Any]) -> None:
+    called = "tool_calls" in newer
+    results = [{"role": role, "name": "tide", "content": "At 11."} for role in (("function", "tool") if called else ("user", "user"))]
+    said = [[*ASKED, {"role": "assistant", **one}, result] for one, result in zip((older, newer), results)]
+    with served.client() as http:
+        shown = [http.post("/v1/chat/completions", json={"messages": one, "tools": [TIDE], "max_tokens": 4}).json() for one in said]
+    assert shown[0]["choices"] == shown[1]["choices"]
+    assert shown[0]["usage"]["prompt_tokens"] == shown[1]["usage"]["prompt_tokens"]
+
+
+def test_an_earlier_answer_in_sound_is_refused(served: Served) -> None:
+    said = [*ASKED, {"role": "assistant", "audio": {"id": "audio_1"}}, ASKED[1]]
+    with served.client() as http:
+        refused = http.post("/v1/chat/completions", json={"messages": said})
+    assert refused.status_code == 400
+    assert "this server reads no sound" in refused.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_a_whole_answer_frees_the_device(served: Served) -> None:

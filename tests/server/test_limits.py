@@ -50,6 +50,26 @@ def test_numbers_that_json_has_not_are_refused(served: Served, more: str) -> Non
     assert (answer.status_code, "NaN or Infinity" in answer.json()["error"]["message"]) == (400, True)
 
 
+def test_a_body_that_breaks_off_is_told_where(served: Served) -> None:
+    with served.client() as http:
+        answer = http.post(CHAT, content=b'{"messages": []} x', headers={"Content-Type": "application/json"}).json()["error"]
+    assert (answer["message"], answer["param"], answer["code"]) == ("body: is no JSON: Extra data at character 17", None, "invalid_json")
+
+
+def test_what_cannot_be_honoured_is_to_be_left_out(served: Served) -> None:
+    with served.client() as http:
+        error = http.post("/v1/completions", json={"prompt": "The keeper", "suffix": "sleeps."}).json()["error"]
+    assert (error["message"], error["param"]) == ("suffix='sleeps.': cannot be honoured here: leave it out", "suffix")
+
+
+@pytest.mark.parametrize("path", ["/health", "/", "/v1/models"])
+def test_monitors_ask_for_heads(served: Served, path: str) -> None:
+    with served.client() as http:
+        head, whole = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"]
+
+
 @pytest.mark.parametrize("path", ["/tools", "/v1/engine/pin"])
 def test_a_time_without_end_is_refused(served: Served, path: str) -> None:
     body = (

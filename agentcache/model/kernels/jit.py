@@ -88,6 +88,9 @@ class Compiler:
         self._team(function, ctypes.addressof(args), threads, 0)
 
 
+_made: list[Compiler] = []  # threads that ask at once make several, and LLVM ends the process where one is collected
+
+
 @functools.cache
 def compiler() -> Compiler | None:
     """The compiler, if everything it needs is here."""
@@ -102,7 +105,10 @@ def compiler() -> Compiler | None:
     for name in ("omp_get_thread_num", "omp_get_num_threads"):
         binding.add_symbol(name, ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value)
     lanes = instructions.lanes(instructions.target(binding.get_host_cpu_name(), binding.get_host_cpu_features())[1])
-    return Compiler(team, lanes) if lanes else None
+    if not lanes:
+        return None
+    _made.append(Compiler(team, lanes))
+    return _made[-1]
 
 
 def multiplies_pairs() -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...errors import ConfigError
 from ...kv import PAGE_TOKENS, Page
 from ...types import Grade, Reason
 from ..entry import Entry, EntryIndex, Match, best_child
@@ -41,8 +40,6 @@ class PrefixTree:
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
-        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
-            raise ConfigError(f"memory_bytes={budget_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
         self.eviction = Eviction(budget_bytes, host_bytes, lambda entry: self._drop_tree(entry, Reason.EVICTED))
         self.changes = 0
         self.lock = threading.RLock()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from agentcache import Completion, Delta, Message, Receipt, Stream
 from agentcache.errors import CancelledError
 
-from ._caller_warnings import tell_shortened
+from ._caller_warnings import tell_empty, tell_shortened
 from ._miss_hints import tell_missed
 from .errors import OutputCutError
 
@@ -103,6 +103,7 @@ class Answer:
             tell_missed(first.as_dict()["missed"] if first.missed else None)
         tell_shortened(done)
         if not self._formed:
+            tell_empty(done)
             return done
         if done.cut or not done.message.tool_calls:
             raise OutputCutError(done.receipt.finish_reason, done.receipt.completion_tokens, done.text)

@@ -28,6 +28,15 @@ def tell_shortened(done: Completion) -> None:
         )
 
 
+def tell_empty(done: Completion) -> None:
+    """Warn of an answer that is a thought alone."""
+    if done.cut and not (done.message.content or done.message.tool_calls):
+        caller_warnings.warn(
+            "the answer is empty, as max_tokens or a stop string ended its thought: raise it. "
+            "response_metadata['agentcache']['cut'] tells it of every answer"
+        )
+
+
 async def in_thread(call: Callable[..., T], *args: Any) -> T:
     """The result of a call in another thread."""
     with caller_warnings.from_here():

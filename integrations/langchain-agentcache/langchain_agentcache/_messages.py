@@ -38,7 +38,8 @@ def _converted(index: int, message: BaseMessage, answered: Collection[str] = ())
     if isinstance(message, SystemMessage):
         return Message("system", _with_mark(index, message) or text)
     if isinstance(message, AIMessage):
-        return Message("assistant", text, _calls(message, answered), reasoning=_thought(message) or reasoning or None)
+        said = text or str(message.additional_kwargs.get("refusal") or "")
+        return Message("assistant", said, _calls(message, answered), reasoning=_thought(message) or reasoning or None)
     if isinstance(message, ToolMessage):
         return Message("tool", text, tool_call_id=message.tool_call_id, name=message.name)
     if isinstance(message, FunctionMessage):
@@ -63,6 +64,11 @@ def _with_mark(index: int, message: SystemMessage) -> str:
 
 def _calls(message: AIMessage, answered: Collection[str]) -> tuple[ToolCall, ...]:
     calls = [ToolCall(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
+    if not calls and (older := message.additional_kwargs.get("function_call")):  # as another class leaves a call of OpenAI's first form
+        try:
+            calls.append(ToolCall(older["name"], json.loads(older["arguments"])))
+        except ValueError:
+            calls.append(ToolCall(older["name"], {"invalid_arguments": older["arguments"]}))
     for bad in message.invalid_tool_calls:
         if message.response_metadata.get("agentcache") and bad.get("id") not in answered:
             continue  # the text of a call that is none is in the content of our own messages

@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from agentcache import Completion, Logprob, Message, Stream
 
-from ._caller_warnings import in_thread, tell_shortened
+from ._caller_warnings import in_thread, tell_empty, tell_shortened
 from ._limits import arepeated, limited, repeated
 from ._output import metadata_of, usage_of
 from ._settings import Settings
@@ -221,6 +221,8 @@ class AgentCacheLLM(Settings, BaseLLM):
         if done.cut and self._form({}) is not None:
             raise OutputCutError(done.finish_reason, done.receipt.completion_tokens, done.text)
         tell_shortened(done)
+        if self.apply_chat_template:
+            tell_empty(done)
         info = {**metadata_of(done, None), "usage_metadata": usage_of(done.receipt)}
         if self.apply_chat_template and done.message.reasoning:
             info["reasoning_content"] = done.message.reasoning

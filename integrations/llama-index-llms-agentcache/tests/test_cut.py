@@ -176,6 +176,18 @@ def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: b
         run(ask())
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_an_answer_that_ended_in_its_thought_is_told(llm: Make, run: Make, streaming: bool) -> None:
+    model = _cutting(llm, "<think>\nLet me see. High water")
+
+    async def ask() -> Any:
+        return await FunctionAgent(tools=tools(), llm=model, streaming=streaming).run("Tide?")
+
+    with pytest.warns(UserWarning, match="the answer is empty, as max_tokens .*: raise it") as told:
+        assert str(run(ask())) == ""
+    assert len([each for each in told if "is empty" in str(each.message)]) == 1
+
+
 def test_a_shortened_answer_is_told(short: Any) -> None:
     with pytest.warns(UserWarning, match="ended early, to fit into max_tokens") as told:
         response = short(30).chat([user("Whose?")], response_format={"type": "json_object"})

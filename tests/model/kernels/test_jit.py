@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +19,13 @@ def test_a_compiler_that_is_too_old_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert jit.compiler.__wrapped__() is not None
     monkeypatch.setattr(jit, "OLDEST_LLVM", (999,))
     assert jit.compiler.__wrapped__() is None
+
+
+def test_a_compiler_is_never_collected() -> None:
+    """Threads that ask at once make several: the code of one that nobody held was freed, and that ended the process."""
+    made = weakref.ref(jit.compiler.__wrapped__())
+    gc.collect()
+    assert made() is not None
 
 
 def test_a_kernel_is_compiled_once_whoever_asks_first() -> None:

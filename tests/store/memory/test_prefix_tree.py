@@ -21,6 +21,7 @@ from agentcache.store.keys import Ids, Scope, as_ids, page_key
 from agentcache.store.lent_pages import lend
 from agentcache.store.memory.eviction_log import EvictionLog
 from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, PrefixTree
+from agentcache.store.store import Store
 from agentcache.types import Reason
 from tests.engines import check_store
 
@@ -289,7 +290,7 @@ def test_changes_tells_whether_a_match_may_differ() -> None:
 @pytest.mark.parametrize("budget", [-1, 1.5, "1GB", True])
 def test_a_budget_that_cannot_work_is_refused(budget: object) -> None:
     with pytest.raises(ConfigError, match=f"memory_bytes={budget!r}"):
-        PrefixTree(budget)  # type: ignore[arg-type]
+        Store.checked(None, budget)  # type: ignore[arg-type]
 
 
 def test_a_budget_of_nothing_or_too_little_keeps_nothing() -> None:

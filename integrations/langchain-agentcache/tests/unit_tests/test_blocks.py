@@ -10,7 +10,7 @@ import script
 from harbour import log, tide
 from langchain_agentcache import errors
 from langchain_agentcache._messages import converted
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, FunctionMessage, HumanMessage
 
 SAID = "<think>\nThe tide.\n</think>\n\nI look now. " + script.call("tide", harbour="Averil") + "\n" + script.call("log", text="{")
 
@@ -92,3 +92,13 @@ def test_a_document_in_plain_text_is_text() -> None:
     for other in ({"type": "text-plain", "url": "https://example.com"}, {"type": "image", "url": "https://example.com"}):
         with pytest.raises(errors.ModelInvalidRequestError, match="reads text only"):
             converted([HumanMessage([other])])
+
+
+def test_what_openais_first_form_says_is_shown(model: Callable[..., Any]) -> None:
+    """As another class, such as a fallback's, leaves it in additional_kwargs."""
+    called = AIMessage("", additional_kwargs={"function_call": {"name": "tide", "arguments": '{"harbour": "Averil"}'}})
+    history = [HumanMessage("Tide?"), called, FunctionMessage("At 3:12.", name="tide"), HumanMessage("Look!")]
+    assert model().invoke(history).tool_calls
+    (call,) = converted(history)[1].tool_calls
+    assert (call.name, call.arguments) == ("tide", {"harbour": "Averil"})
+    assert converted([AIMessage("", additional_kwargs={"refusal": "I may not."})])[0].content == "I may not."

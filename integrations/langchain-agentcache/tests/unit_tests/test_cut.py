@@ -87,6 +87,17 @@ def bound(chat: Any, monkeypatch: pytest.MonkeyPatch, text: str, **options: Any)
     return chat(**options).bind_tools([tide])
 
 
+async def test_an_answer_that_ended_in_its_thought_is_a_warning(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent ends with it, and shows nothing."""
+    model = bound(chat, monkeypatch, "<think>\nHigh water is when the moon is high, and that is at noon or soon after.", max_tokens=24)
+    for ask in (model.invoke, lambda said: list(model.stream(said))):
+        with pytest.warns(UserWarning, match="the answer is empty, as max_tokens") as told:
+            ask(ASKED)
+        assert [each.filename for each in told] == [__file__]
+    with pytest.warns(UserWarning, match="the answer is empty, as max_tokens"):
+        assert (await model.ainvoke(ASKED)).content == ""
+
+
 @pytest.mark.parametrize(
     ("text", "tokens", "why"),
     [

@@ -241,7 +241,7 @@ class AgentCacheLLM(ObjectLLM):
     def _finish(self, ask: Ask, answer: Answer, completion: Completion) -> ChatResponse:
         response = answer.finish(completion)
         assert isinstance(response.raw, dict)
-        self._host.hints.tell(response.raw, ask.prompt, Offer(ask.offer.shown).callable_names)
+        self._host.hints.tell(response.raw, completion, ask.prompt, Offer(ask.offer.shown).callable_names)
         said = completion.text if isinstance(ask.prompt, str) else completion.message
         dispatcher.event(ReceiptEvent(receipt=response.raw, prompt=ask.prompt, tools=ask.offer.shown, answer=said))
         return response

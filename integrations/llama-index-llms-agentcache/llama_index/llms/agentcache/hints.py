@@ -13,7 +13,7 @@ from llama_index.core.agent.workflow.prompts import DEFAULT_EARLY_STOPPING_PROMP
 from llama_index.core.memory.types import BaseMemory
 from llama_index.core.workflow import JsonSerializer
 
-from agentcache import CallerWarnings, Message, MissWarnings
+from agentcache import CallerWarnings, Completion, Message, MissWarnings
 from agentcache.errors import ReuseWarning
 
 from . import contexts
@@ -54,12 +54,15 @@ class Hints:
         self._missed = MissWarnings(SELDOM)
         self._answers = CallerWarnings(BETWEEN)
 
-    def tell(self, raw: dict[str, Any], prompt: Sequence[Message] | str, tools: Sequence[str]) -> None:
+    def tell(self, raw: dict[str, Any], done: Completion, prompt: Sequence[Message] | str, tools: Sequence[str]) -> None:
         """Put the hint of a response's `raw`, if there is one, beside its cause there, and warn of it the first time.
 
-        An answer in which a text or a list ended early is valid, but the model would have written more: warn of each.
+        An answer in which a text or a list ended early is valid, but the model would have written more, and one that ended in its thought
+        says nothing: warn of each.
         """
-        if raw.get("shortened"):
+        if done.cut and not (done.message.content or done.message.tool_calls):
+            self._answers.warn("the answer is empty, as max_tokens or a stop string ended its thought: raise it. raw['cut'] tells it")
+        if done.shortened:
             self._answers.warn("a text or a list of the answer ended early, to fit into max_tokens: raise it. raw['shortened'] tells it")
         receipt = raw["receipt"]
         missed = receipt.get("missed") or _rewritten(receipt, prompt, tools)
