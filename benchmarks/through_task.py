@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from agentcache.answer.json_forms import HERMES
+from agentcache.answer.call_forms import HERMES
 from agentcache.bench import report
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError

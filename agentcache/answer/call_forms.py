@@ -19,6 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PROBE_TOOL, PROBE_ARGUMENTS = "zprobe_fn", {"zarg": "zval"}  # a call by which a chat template shows its form
+# patterns of its arguments, and of the call in JSON
+VALUE = r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
+CALL = rf'(?P<before>\{{\s*"name"\s*:\s*"){PROBE_TOOL}(?P<between>"\s*,\s*"(?:arguments|parameters)"\s*:\s*){VALUE}'
+CALL_AFTER_SPACE = CALL.replace("(?P<before>", r"(?P<before>\s*")
 THINK, THINK_END = "<think>", "</think>"
 
 Fields = Mapping[str, Mapping[str, Any]]
@@ -95,6 +99,9 @@ class CallForm:
         """All literal text that a completion of this form may hold."""
         calls = (self.trigger, self.open, self.before, self.between, self.after, self.joint or "", self.close)
         return (*calls, *(self.argument or ()), self.comma or "", *(self.quotes or ()), *self.thought, *self.answer)
+
+
+HERMES = CallForm()
 
 
 def load(text: str) -> Any:

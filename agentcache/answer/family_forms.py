@@ -13,18 +13,19 @@ from typing import Any
 
 from ..errors import PromptError
 from ..types import Layout, Message, Tool, ToolCall
-from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, WITH_NAME, CallForm
-from .json_forms import HERMES, LISTED, ROWS, TURNS
+from .call_forms import CALL_AFTER_SPACE, HERMES, PROBE_ARGUMENTS, PROBE_TOOL, WITH_NAME, CallForm
 
 
 def rows() -> Iterator[tuple[str, CallForm]]:
     """All rows, in the order in which they are tried."""
-    yield from ROWS
-    from . import tag_forms  # which most templates need not
+    # Qwen 2.5 and 3, Hermes, Granite 4, EXAONE 4 and many more
+    yield rf"<tool_call>{CALL_AFTER_SPACE}(?P<after>\s*\}}\s*</tool_call>)", HERMES
+    from . import json_forms, tag_forms  # which these need not
 
+    yield from json_forms.ROWS
     yield from tag_forms.ROWS
     # templates that show no calls: Granite 3.3's, and those that prescribe Hermes' form
-    yield r"<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>", replace(LISTED, trigger="<|tool_call|>", close="]")
+    yield r"<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>", replace(json_forms.LISTED, trigger="<|tool_call|>", close="]")
     yield r"<tool_call>\s*\{['\"](?:name|arguments)['\"]: *<[^{}]+>\}\s*</tool_call>", HERMES
 
 
@@ -59,9 +60,9 @@ def form_of(shown: str, turn: str = "") -> CallForm:
         if found := re.search(pattern, shown):
             literals = found.groupdict()
             return replace(form, **literals)
-    from .tag_forms import TURNS as MORE_TURNS
+    from . import json_forms, tag_forms
 
-    for pattern, form in (*TURNS, *MORE_TURNS):
+    for pattern, form in (*json_forms.TURNS, *tag_forms.TURNS):
         if found := re.match(pattern, turn):
             literals = found.groupdict()
             if opened := literals.get("trigger"):  # a mark that no row names: by it the form is read

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .call_forms import MARKS, NAMED, PLAIN, PROBE_TOOL, WITH_NAME, CallForm
+from .call_forms import CALL, CALL_AFTER_SPACE, MARKS, NAMED, PLAIN, PROBE_TOOL, VALUE, WITH_NAME, CallForm
 
-VALUE = r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
-CALL = rf'(?P<before>\{{\s*"name"\s*:\s*"){PROBE_TOOL}(?P<between>"\s*,\s*"(?:arguments|parameters)"\s*:\s*){VALUE}'
-CALL_AFTER_SPACE = CALL.replace("(?P<before>", r"(?P<before>\s*")
-
-HERMES = CallForm()
 LISTED = CallForm("[TOOL_CALLS]", open="[", before='{"name": "', after="}", joint=", ", close="]")
 _PYTHON_MARK = r"<\|python_(?:tag|start|end)\|>(?:\s*<\|python_end\|>)?\s*(?=\{)"
 _PYTHON = {"open_pattern": _PYTHON_MARK, "close_pattern": r"<\|python_end\|>|\Z", **WITH_NAME}
 BARE = CallForm("", joint=None, fields={**PLAIN, "tool_calls_python_mark": _PYTHON})
 
 ROWS: tuple[tuple[str, CallForm], ...] = (
-    # Qwen 2.5 and 3, Hermes, Granite 4, EXAONE 4 and many more
-    (rf"<tool_call>{CALL_AFTER_SPACE}(?P<after>\s*\}}\s*</tool_call>)", HERMES),
     # Apriel
     (
         rf"\[BEGIN FINAL RESPONSE\](?:.|\n)*<tool_calls>\s*\[\s*{CALL}",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.answer.json_forms import HERMES as HERMES_FORM
+from agentcache.answer.call_forms import HERMES as HERMES_FORM
 from agentcache.answer.parser import AnswerParser, Delta
 from agentcache.answer.response_template import template_for
 from agentcache.answer.tag_forms import TAGS

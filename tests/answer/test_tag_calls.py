@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, toy
+from agentcache.answer.call_forms import HERMES
 from agentcache.answer.expected import reads
 from agentcache.answer.grammar import Grammars
-from agentcache.answer.json_forms import HERMES
 from agentcache.answer.parser import AnswerParser
 from agentcache.answer.response_template import template_for, template_of
 from agentcache.answer.tag_forms import TAGS
