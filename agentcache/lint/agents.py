@@ -103,6 +103,13 @@ def whose(lines: Sequence[Conversation], request: Request) -> Conversation | Non
     return None if found is not None and len(lines) > 1 and _asked_once(found.last, request) else found
 
 
+def foreign(last: Request, request: Request) -> bool:
+    """True if no tool and no beginning of a system text is the same: an agent to whom a task was handed, with the messages so far."""
+    old, new = _start(last), _start(request)
+    had, has = {tool.name for tool in last.tools}, {tool.name for tool in request.tools}
+    return bool(old and new and had | has) and not had & has and not similar(old, new, SIMILAR)
+
+
 def _likest(lines: Sequence[Conversation], request: Request) -> Conversation | None:
     """The one that this may be with another front: its system text or its tools changed, and something stayed."""
     ranked = [((_likeness(line.last, request), _shared(line.last, request)), line) for line in lines]

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from itertools import islice
 
-from .agents import Conversation, Words, front_of, share, whose
+from .agents import Conversation, Words, foreign, front_of, share, whose
 from .history import alike, similar, speaks_of_summary
 from .values import Request, Said
 from .volatile import masked
@@ -121,7 +121,7 @@ class Conversations:
                 shared[name] += weight
         best, best_score = None, 0.0
         for name, track in self._open.items():  # the newest wins a tie
-            if name not in shared:
+            if name not in shared or foreign(track.last, request):
                 continue
             least = min(sum(track.marks.values()), sum(marks.values()))
             ended = self._end(track.last) in marks
