@@ -104,10 +104,10 @@ def whose(lines: Sequence[Conversation], request: Request) -> Conversation | Non
 
 
 def foreign(last: Request, request: Request) -> bool:
-    """True if no tool and no beginning of a system text is the same: an agent to whom a task was handed, with the messages so far."""
+    """True if both tools and the beginning of the system text are others: an agent to whom a task was handed, with the messages so far."""
     old, new = _start(last), _start(request)
-    had, has = {tool.name for tool in last.tools}, {tool.name for tool in request.tools}
-    return bool(old and new and had | has) and not had & has and not similar(old, new, SIMILAR)
+    others = {tool.name for tool in last.tools} != {tool.name for tool in request.tools}
+    return bool(others and old and new) and not similar(old, new, SIMILAR)
 
 
 def _likest(lines: Sequence[Conversation], request: Request) -> Conversation | None:

@@ -168,12 +168,13 @@ def test_a_clock_in_a_replaced_history_is_still_one_conversation() -> None:
     assert len(found.findings) == 5
 
 
-def test_an_agent_to_whom_a_task_is_handed_is_another_one() -> None:
-    """As a supervisor of LangGraph does, with the messages so far and without an id."""
+@pytest.mark.parametrize("shared", [[], TOOLS])
+def test_an_agent_to_whom_a_task_is_handed_is_another_one(shared: list[Any]) -> None:
+    """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id."""
     bodies = []
     for body in conversation(2):
         own = {"role": "system", "content": "Meteorologist on duty: report the wind in plain words, and say when a gale warning is out."}
-        bodies += [body, {"messages": [own, *body["messages"][1:]], "tools": [tool("wind")]}]
+        bodies += [body, {"messages": [own, *body["messages"][1:]], "tools": [*shared, tool("wind")]}]
     found = lint(bodies)
     assert (found.conversations, found.findings) == (2, [])
     assert found.totals()["reused_share"] > 0.5
