@@ -18,7 +18,7 @@ from .layout.canonical import text_of
 from .layout.plain import plain_message
 from .matching import fingerprint_of
 from .prompt_schema import Schema
-from .types import PAGE_TOKENS, PASSAGES, Forgotten, Message, check_name
+from .types import PAGE_TOKENS, PASSAGES, Forgotten, Message, Reuse, check_name
 
 if TYPE_CHECKING:
     from .adapters import Adapters
@@ -187,6 +187,7 @@ class Owner(Protocol):
     model: HFModel
     store: Store
     renderer: Renderer
+    reuse: Reuse
 
     def check_open(self) -> None: ...
 

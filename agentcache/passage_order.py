@@ -6,6 +6,7 @@ head | passage separator passage separator ... | tail        the head is what th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,12 @@ def arrange(
         return Arrangement(tuple(first.values()), len(passages), 0, 0)
     head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
     ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
-    return _best(engine.store, Scope(namespace, f"{known.whole}{scope_of(engine, adapter)}", regime), head, ids, same)
+    scope = Scope(namespace, f"{known.whole}{scope_of(engine, adapter)}", regime)
+    found = _best(engine.store, scope, head, ids, same)
+    if engine.reuse == "lossy" and (disk := engine.store.disk):  # as a request looks there, too
+        other = _best(engine.store, replace(scope, precision=disk.precision), head, ids, same)
+        found = max(found, other, key=lambda one: one.cached_tokens)
+    return found
 
 
 def _best(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:

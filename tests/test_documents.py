@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import PASSAGES, Engine, Message, Sampling, ToolCall
+from agentcache import PASSAGES, Engine, Message, Sampling, StoreOptions, ToolCall
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
 from agentcache.tool_groups import ToolGroups
@@ -79,6 +79,17 @@ def test_another_namespace_orders_by_its_own_pages() -> None:
         running.generate(prompt(joined(texts, (1, 0))), sampling=SHORT, namespace="a")
         assert running.arrange(texts[:2], prompt(PASSAGES), namespace="b").order == (0, 1)
         assert running.arrange(texts[:2], prompt(PASSAGES), namespace="a").order == (1, 0)
+
+
+@pytest.mark.parametrize(("reuse", "order"), [("lossy", (2, 1, 0)), ("exact", (0, 1, 2))])
+def test_pages_of_fewer_bits_order_for_those_who_take_them(tmp_path: Path, reuse: Any, order: tuple[int, ...]) -> None:
+    texts = list(TEXTS.values())[:3]
+    for _ in range(2):
+        with engine(store=StoreOptions(tmp_path, precision="int8"), reuse=reuse) as running:
+            running.learn(texts, messages=prompt(PASSAGES))
+            found = running.arrange(texts[::-1], prompt(PASSAGES))
+    assert found.order == order
+    assert (found.cached_tokens > 200) == (reuse == "lossy")
 
 
 def test_passages_longer_than_a_page_are_followed() -> None:

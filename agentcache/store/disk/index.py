@@ -112,7 +112,7 @@ class Index(IndexMetadata):
     def continuations(self, scope: Scope, above: bytes, first: Ids, known: Collection[bytes]) -> dict[bytes, Ids]:
         """The ids of each page under `above` that begins with `first`, by key, but for those known; quarantined ones never."""
         sql = f"SELECT page_key, tokens, ids FROM pages WHERE {UNDER} AND namespace = ? AND regime = ? AND bad IS NULL"
-        values: list[object] = [above, scope.fingerprint, "exact", scope.namespace, scope.regime]
+        values: list[object] = [above, scope.fingerprint, scope.precision, scope.namespace, scope.regime]
         if len(first) >= schema.HEAD_TOKENS:
             sql, values = f"{sql} AND head = ?", [*values, schema.head(self.folder, first)]
         found: dict[bytes, Ids] = {}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -92,6 +94,24 @@ def test_order_stays_where_nothing_is_cached(llm: AgentCacheLLM) -> None:
     nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in (*recipes.LOG, recipes.LOG[1])]
     shown = CacheAwareOrder(llm=llm).postprocess_nodes(nodes, QueryBundle("What?"))
     assert shown == nodes[:4]
+
+
+async def _learnt_on(llm: AgentCacheLLM) -> list[int]:
+    asked: list[int] = []
+
+    class Noting(LearnNodes):
+        def __call__(self, nodes: Any, **kwargs: Any) -> Any:
+            asked.append(threading.get_ident())
+            return super().__call__(nodes, **kwargs)
+
+    nodes = await IngestionPipeline(transformations=[Noting(llm=llm)]).arun(nodes=[TextNode(text=recipes.LOG[0])])
+    assert all(node.metadata["agentcache"] for node in nodes)
+    return asked
+
+
+def test_learning_holds_up_no_event_loop(llm: AgentCacheLLM) -> None:
+    [thread] = asyncio.run(_learnt_on(llm))
+    assert thread != threading.get_ident()
 
 
 def test_a_changed_node_is_learnt_anew(llm: AgentCacheLLM) -> None:

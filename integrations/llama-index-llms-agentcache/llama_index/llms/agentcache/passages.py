@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,10 @@ class LearnNodes(TransformComponent):
                     if KEY not in excluded:
                         excluded.append(KEY)
         return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """The same on a thread: learning takes as long as it computes."""
+        return await asyncio.to_thread(self, nodes, **kwargs)
 
     def release(self, node_ids: Sequence[str]) -> int:
         """Release nodes that were deleted from the index; returns how many were learnt."""
