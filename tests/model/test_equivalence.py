@@ -138,11 +138,20 @@ def test_real_widths() -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("family", "width", "count"), [("qwen2", 683, 1), ("qwen2", 1000, 1), ("qwen2", 1536, 6), ("olmo2", 1536, 6)])
-def test_activations_take_whole_vectors(family: str, width: int, count: int, threads: Callable[[int], None]) -> None:
+@pytest.mark.parametrize(
+    ("family", "width", "act", "count"),
+    [
+        ("qwen2", 683, "silu", 1),
+        ("qwen2", 1000, "silu", 1),
+        ("qwen2", 1536, "silu", 6),
+        ("olmo2", 1536, "silu", 6),
+        ("llama", 40, "gelu_pytorch_tanh", 3),
+    ],
+)
+def test_activations_take_whole_vectors(family: str, width: int, act: str, count: int, threads: Callable[[int], None]) -> None:
     """PyTorch computes by other code what is left at the end of its vectors, and of each thread's part of them."""
     threads(count)
-    model = HFModel(models.build(family, intermediate_size=width))
+    model = HFModel(models.build(family, intermediate_size=width, hidden_act=act))
     whole = Run(model, tokens(600)).chunks()
     assert differing(whole, whole.branch(409).chunks(1, 1, 30, 1, 64)) == []
     assert differing(whole, Run(model, whole.ids).chunks(200, 7, 1)) == []

@@ -22,6 +22,7 @@ operations, and are tried on this machine before they are used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -38,7 +39,8 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # classes of weights whos
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
 ANY = 1 << 62
 VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
-GRAIN = 32768  # numbers from which on PyTorch cuts them into a part for each thread
+GRAIN = 32768  # numbers of which PyTorch makes a part for a thread, at least
+GELU_GRAIN = 16384  # beyond so many, gelu makes a part for every thread
 _ELEMENTWISE = frozenset((torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu, functional.softplus))
 
 
@@ -161,11 +163,18 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
 
 def elementwise(function: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
     """A function of each number of x, such as a sigmoid, by whole vectors in each thread's part: a row does not see those beside it."""
-    unit = VECTORS * max(1, min(torch.get_num_threads(), -(-x.numel() // GRAIN)))
-    if x.device.type != "cpu" or (x.numel() % unit == 0 and (x.is_contiguous() or x.shape[-1] % VECTORS == 0)):
+    whole = _whole_vectors(x.numel(), torch.get_num_threads())
+    if x.device.type != "cpu" or (whole == x.numel() and (x.is_contiguous() or x.shape[-1] % VECTORS == 0)):
         return function(x, *others, **options)
-    whole = functional.pad(x.reshape(-1), (0, -x.numel() % unit))
-    return function(whole, *others, **options)[: x.numel()].view(x.shape)
+    padded = functional.pad(x.reshape(-1), (0, whole - x.numel()))
+    return function(padded, *others, **options)[: x.numel()].view(x.shape)
+
+
+def _whole_vectors(count: int, threads: int) -> int:
+    """The next count of numbers whose part for each thread is of whole vectors: some functions make fewer parts of few numbers."""
+    while count % (unit := VECTORS * math.lcm(min(threads, -(-count // GRAIN)) or 1, threads if count > GELU_GRAIN else 1)):
+        count += -count % unit
+    return count
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
