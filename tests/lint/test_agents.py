@@ -169,7 +169,7 @@ def test_a_clock_in_a_replaced_history_is_still_one_conversation() -> None:
 
 
 @pytest.mark.parametrize("shared", [[], TOOLS])
-def test_an_agent_to_whom_a_task_is_handed_is_another_one(shared: list[Any]) -> None:
+def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any]) -> None:
     """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id."""
     bodies = []
     for body in conversation(2):
