@@ -187,8 +187,11 @@ def _joined(rule: str, parts: Sequence[tuple[str, bool]], comma: str) -> list[st
     return [f"{rule}: {first}", *lines]
 
 
-def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form: CallForm) -> list[str]:
-    """A value among arguments with commas: JSON, but for texts between quotes of the form, alone and in lists and objects."""
+def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form: CallForm, above: tuple[Any, ...] = ()) -> list[str]:
+    """A value among arguments with commas: JSON, but for texts between quotes of the form, alone and in lists and objects.
+
+    above: the schemas around it; one that holds itself is JSON from there on, which readers take as well.
+    """
     assert form.comma is not None
     opened, closed = form.quotes or ('"', '"')
     listed = choices(schema)
@@ -199,17 +202,18 @@ def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form
             f"{rule}: {_quoted(opened)} {rule}_text",
             *_value(f"{rule}_text", schema, root, closed, f"{_marks(closed + form.after)}|{_CONTROL}"),
         ]
-    kind = schema.get("type")
+    kind, inside = None if schema in above else schema.get("type"), (*above, schema)
     if form.quotes and kind == "array" and isinstance(schema.get("items"), Mapping):
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        more = f"({_quoted(form.comma)} {rule}_item){{{max(least - 1, 0)},{'' if most is None else max(most - 1, 0)}}}"
-        items = '""' if most == 0 else f"{rule}_item {more}" if least else f"({rule}_item {more})?"
-        return [f'{rule}: "[" {items} "]"', *_in_list(f"{rule}_item", meant(schema["items"], root), root, form)]
+        counts = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        more = f" ({_quoted(form.comma)} {rule}_item){counts}" if most is None or most > 1 else ""
+        items = '""' if most == 0 else f"{rule}_item{more}" if least else f"({rule}_item{more})?"
+        return [f'{rule}: "[" {items} "]"', *_in_list(f"{rule}_item", meant(schema["items"], root), root, form, inside)]
     if form.quotes and kind == "object" and schema.get("properties") and isinstance(schema["properties"], Mapping):
         needed, parts, lines = set(schema.get("required") or ()), [], list[str]()
         for place, (key, each) in enumerate(schema["properties"].items()):
             parts.append((f"{_quoted(key + ':')} {rule}_at{place}", key in needed))
-            lines += _in_list(f"{rule}_at{place}", meant(each, root), root, form)
+            lines += _in_list(f"{rule}_at{place}", meant(each, root), root, form, inside)
         return [f'{rule}: "{{" {rule}_all "}}"', *_joined(f"{rule}_all", parts, form.comma), *lines]
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return [f"{rule}: %json {spaced({**schema, **shared})}"]

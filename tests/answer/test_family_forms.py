@@ -330,6 +330,20 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schema_that_holds_itself_is_written(seed: int) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    part = {"type": "object", "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/Part"}, "maxItems": 1}}, "required": ["of"]}
+    schema = {"type": "object", "properties": {"part": {"$ref": "#/$defs/Part"}}, "required": ["part"], "$defs": {"Part": part}}
+    made = grammars("gemma")
+    written = drawn_blindly(made, Constraint("look"), seed, [Tool("look", "", schema)])
+    assert written
+    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
+    parser.push(written)
+    parser.finish()
+    jsonschema.validate(parser.message.tool_calls[0].arguments, schema)
+
+
 def test_calls_in_python_without_marks_are_written() -> None:
     made = models.toy_tokenizer()
     made.chat_template = (
