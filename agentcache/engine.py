@@ -89,7 +89,7 @@ class Engine(ProcessOwned, Documents):
         *,
         chat_template: str | None = None,
         memory_bytes: int | None = None,
-        chunk_tokens: int = 512,
+        chunk_tokens: int | None = None,
         reuse: Reuse = "exact",
         calibration: Calibration | str | os.PathLike[str] | None = None,
         store: StoreOptions | str | os.PathLike[str] | None = DEFAULT,
@@ -102,7 +102,7 @@ class Engine(ProcessOwned, Documents):
         **loading: Unpack[Loading],
     ) -> None:
         super().__init__()
-        if type(chunk_tokens) is not int or chunk_tokens < 1:
+        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
         self.reuse, self.redact = check_reuse(reuse), redact
         if receipts is not None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 
 from .kv_spec import KVSpec
@@ -52,8 +53,8 @@ class Page:
     """
 
     __slots__ = (
-        "__weakref__", "_claim", "_lock", "below", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys", "layer_values",
-        "shared", "spec", "tier", "values", "wrong",
+        "__weakref__", "_addresses", "_claim", "_lock", "below", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys",
+        "layer_values", "shared", "spec", "tier", "values", "wrong",
     )  # fmt: skip
 
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False, below: Page | None = None, shared: int = 0) -> None:
@@ -81,6 +82,7 @@ class Page:
         self.boundaries: dict[int, torch.Tensor] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
         self.filled = 0
+        self._addresses: np.ndarray | None = None
         self._claim: object | None = None
         self._lock = threading.Lock()
 
@@ -121,6 +123,13 @@ class Page:
             data = memory.view(spec.layers, 2, -1)
             self.keys, self.values = (data[:, at].unflatten(1, shape[1:]) for at, shape in enumerate(spec.shapes))
             self._views()
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """Addresses of the keys and values of each layer, [2, layers]: for kernels that read pages where they lie."""
+        if self._addresses is None:
+            self._addresses = np.array([[layer.data_ptr() for layer in side] for side in (self.layer_keys, self.layer_values)])
+        return self._addresses
 
     @property
     def bytes(self) -> int:
@@ -175,7 +184,9 @@ class Page:
         """A copy of the first `tokens` slots in another page."""
         assert 0 < tokens <= self.filled
         page = Page(self.spec, tier)
-        for (keys, values), (own_keys, own_values) in zip(page.blocks, self.blocks, strict=True):
+        one = not self.shared and not self.spec.widths  # then all layers are one tensor, which a GPU copies at once
+        pairs = [((page.keys, page.values), (self.keys, self.values))] if one else zip(page.blocks, self.blocks, strict=True)
+        for (keys, values), (own_keys, own_values) in pairs:
             keys[..., :tokens].copy_(own_keys[..., :tokens])
             values[..., :tokens, :].copy_(own_values[..., :tokens, :])
         page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}

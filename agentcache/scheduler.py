@@ -38,6 +38,7 @@ POLL_S = 0.002  # between two looks at a request whose pages are on their way, w
 MIN_FILL = 4  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
 UNCOUNTED = 64  # receipts that may wait to be counted
+GPU_ROWS = 2048  # of a forward: fewer leave a GPU waiting for its next launch
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
 
 Pack = list[tuple[Running, Work]]
@@ -66,7 +67,7 @@ class Scheduler:
     rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: what else the device may do.
     """
 
-    def __init__(self, runner: Runner, store: Store, chunk_tokens: int, log: ReceiptLog | None = None) -> None:
+    def __init__(self, runner: Runner, store: Store, chunk_tokens: int | None = None, log: ReceiptLog | None = None) -> None:
         self.runner = runner
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
@@ -81,7 +82,8 @@ class Scheduler:
             self.hit_audit = HitAudit(runner, store)
         self.read_ahead: ReadAhead | None = None  # of sessions
         self.idle: list[IdleWork] = [self.hit_audit] if self.hit_audit else []
-        self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
+        self.most_rows = MAX_ROWS if runner.model.device.type == "cpu" else GPU_ROWS
+        self.chunk_tokens = min(chunk_tokens or self.most_rows, self.most_rows)
         self.ms_per_token = 0.0
         self.rounds = 0
         self._decode_ms = 0.0
@@ -301,7 +303,7 @@ class Scheduler:
         if pack:
             room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
             budget = max(MIN_FILL, min(budget, int(room)))
-        budget = min(budget, MAX_ROWS - len(pack))
+        budget = min(budget, self.most_rows - len(pack))
         for request in sorted((r for r in self._live if r.filling), key=_turn_of):
             if budget <= 0:
                 request.skipped += 1
@@ -310,7 +312,7 @@ class Scheduler:
             if isinstance(request.sequence, StockSequence):
                 count = request.remaining  # its own cache decides what a chunk may be
             elif request.sequence is not None and request.sequence.state is not None:
-                count = MAX_ROWS  # its cuts decide: other pieces would give other bits
+                count = self.most_rows  # its cuts decide: other pieces would give other bits
             pack.append((request, request.work(count)))
             budget -= count
             request.skipped = 0

@@ -12,6 +12,7 @@ import typer
 from ..errors import ConfigError
 from ..terminal import report_errors
 from .options import (
+    DeviceOption,
     Dtype,
     DtypeOption,
     IsaOption,
@@ -53,6 +54,7 @@ def latency(
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Quantize a --model's weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
     weights: WeightsOption = None,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     isa: IsaOption = None,
     with_llama_cpp: Annotated[
@@ -67,7 +69,7 @@ def latency(
         from .shapes import dtype_of
 
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        loading, rival = Loading(model, shape, dtype, threads, bits, weights), dtype_of(stock_dtype.value) if stock_dtype else None
+        loading, rival = Loading(model, shape, dtype, threads, bits, weights, device), dtype_of(stock_dtype.value) if stock_dtype else None
         with report.measuring("latency", loading, json_file) as run:
             with ExitStack() as stack:
                 others = stack.enter_context(llama_cpp.started(run.engine.model, run.keep)) if with_llama_cpp else {}
@@ -86,6 +88,7 @@ def react(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = Dtype.bfloat16,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     isa: IsaOption = None,
     json_file: JsonOption = None,
@@ -100,7 +103,7 @@ def react(
             raise ConfigError("workload=None: name a recorded trace with --workload; `agentcache.Recorder` writes one of your own agent")
         families = _recorded(workload, tools_dir, episodes, calls)
         texts = [text for read in families.values() for text in traces.texts(read)]
-        with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
+        with report.measuring("react", Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
             run.keep(bench.run(run.engine, families, run.say, off=off, stock=stock))
             run.tables.append(report.react_table(run.found["families"]))
 
@@ -181,6 +184,7 @@ def adapters(
     count: Annotated[int, typer.Option("--adapters", min=1, help="Adapters that take turns on one tool group.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Requests of each of them.")] = 5,
     dtype: DtypeOption = Dtype.bfloat16,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     isa: IsaOption = None,
     json_file: JsonOption = None,
@@ -191,7 +195,7 @@ def adapters(
         from . import report
 
         options = bench.Options(tools, tail, rank, repeats, count, steps)
-        with report.measuring("adapters", Loading(model, shape, dtype, threads), json_file) as run:
+        with report.measuring("adapters", Loading(model, shape, dtype, threads, device=device), json_file) as run:
             bench.run(run.engine, options, run.say, run.keep)
             run.tables.append(report.adapters_table(run.found["rows"]))
 
@@ -200,6 +204,7 @@ def adapters(
 def families(
     only: Annotated[str | None, typer.Option(help="Names of families, with commas; by default all.")] = None,
     dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=to_write, help="Also write a table for docs, like outcomes in one line.")
@@ -210,6 +215,7 @@ def families(
     with report_errors():
         import torch
 
+        from ..model.loading import place
         from . import families as known
         from . import family_reuse as bench
         from . import report
@@ -218,10 +224,11 @@ def families(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        about = {"machine": {**machine(), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
+        like = torch.empty(0, dtype=dtype_of(dtype.value), device=place(device))
+        about = {"machine": {**machine(like.device), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
         with report.Progress() as say:
             run = report.Run(None, say, {"bench": "families", **about}, json_file)
-            bench.run(names(only) if only else tuple(known.TINY), dtype_of(dtype.value), say, run.keep)
+            bench.run(names(only) if only else tuple(known.TINY), like, say, run.keep)
         report.finish(run.found, [report.families_table(run.found)], json_file)
         if markdown is not None:
             write(markdown, bench.markdown(run.found["rows"]))
@@ -240,6 +247,7 @@ def quality(
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     weights: WeightsOption = None,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -251,6 +259,6 @@ def quality(
         named = names(splits) if splits != "all" else bench.SPLITS
         files = tuple(selection or ())
         wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents)
-        with report.measuring("quality", Loading(model, None, dtype, threads, quantized=weights), json_file) as run:
+        with report.measuring("quality", Loading(model, None, dtype, threads, quantized=weights, device=device), json_file) as run:
             bench.run(run.engine, wanted, run.say, run.keep)
             run.tables += bench.tables(run.found)

@@ -88,9 +88,15 @@ class Samples:
         }
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory."""
+def machine(device: Any = None) -> dict[str, Any]:
+    """Processor, cores, memory, and the accelerator that a model lies on, if its torch device is one."""
+    accelerator = {}
+    if device is not None and device.type == "cuda":
+        import torch
+
+        accelerator = {"accelerator": torch.cuda.get_device_name(device)}
     return {
+        **accelerator,
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,

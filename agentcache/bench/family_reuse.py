@@ -44,17 +44,17 @@ class Answer:
 
 
 def run(
-    names: Sequence[str], dtype: torch.dtype, say: Callable[[str], None], keep: Callable[[Mapping[str, Any]], None]
+    names: Sequence[str], like: torch.Tensor, say: Callable[[str], None], keep: Callable[[Mapping[str, Any]], None]
 ) -> list[dict[str, Any]]:
-    """Measure these families one after the other. keep: called with all rows so far after each."""
+    """Measure these families one after the other. like: of the type and device of their weights. keep: gets all rows so far after each."""
     if unknown := [name for name in names if name not in families.TINY]:
         raise ConfigError(f"only={unknown[0]!r} is no family: use some of {', '.join(sorted(families.TINY))}")
     rows: list[dict[str, Any]] = []
-    with _new_folder() as folder, closing(_Second(folder, dtype)) as second, _quiet():
+    with _new_folder() as folder, closing(_Second(folder, like)) as second, _quiet():
         for number, name in enumerate(names, 1):
             say(f"{number} of {len(names)}: {name}")
             try:
-                row = _measured(name, dtype, folder, second)
+                row = _measured(name, like, folder, second)
             except (*MODEL_FAULTS, AgentCacheError) as error:  # the other families are measured all the same
                 row = {"path": "failed", **UNREUSED, "why": f"{type(error).__name__}: {error}"}
             rows.append({"family": name, **row})
@@ -91,10 +91,10 @@ def _range(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low}-{high}"
 
 
-def _measured(name: str, dtype: torch.dtype, folder: Path, second: _Second) -> dict[str, Any]:
+def _measured(name: str, like: torch.Tensor, folder: Path, second: _Second) -> dict[str, Any]:
     first: list[Any] = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": ASKED}]
     began = time.perf_counter()
-    with _engine(name, dtype, folder) as engine:
+    with _engine(name, like, folder) as engine:
         model, loaded_ms = engine.model, (time.perf_counter() - began) * 1e3
         about = {"path": _path(model), "promised": model.bitwise, "load_ms": round(loaded_ms, 1)}
         if not model.support.paged:
@@ -139,10 +139,10 @@ def _ask(engine: Engine, messages: list[Any], reuse: Any = None) -> Answer:
     return Answer(done.ids, done.text, done.receipt.cached_tokens, digest.hexdigest())
 
 
-def _engine(name: str, dtype: torch.dtype, folder: Path) -> Engine:
+def _engine(name: str, like: torch.Tensor, folder: Path) -> Engine:
     """An engine on a family's tiny model, whose pages go to a folder of its own."""
     made = tokenizer(catalog.training_texts(), families.VOCAB)
-    return Engine(families.build(name, dtype), made, store=StoreOptions(folder / name, refuse_slow=False))
+    return Engine(families.build(name, like.dtype).to(like.device), made, store=StoreOptions(folder / name, refuse_slow=False))
 
 
 @contextmanager
@@ -174,8 +174,8 @@ def _quiet() -> Iterator[None]:
 class _Second:
     """Another process over the same folder, asked one family after the other; started when it is asked first."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
+    def __init__(self, folder: Path, like: torch.Tensor) -> None:
+        self._folder, self._like = folder, like
         self._errors = (folder / "errors").open("w+", encoding="utf-8")
         self._process: subprocess.Popen[str] | None = None
 
@@ -195,7 +195,7 @@ class _Second:
         return Answer(**{**found, "ids": tuple(found["ids"])})
 
     def _started(self) -> subprocess.Popen[str]:
-        given = [str(self._folder), str(self._dtype).removeprefix("torch."), str(torch.get_num_threads())]
+        given = [str(self._folder), str(self._like.dtype).removeprefix("torch."), str(self._like.device), str(torch.get_num_threads())]
         return subprocess.Popen(
             [sys.executable, "-m", __name__, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
@@ -208,13 +208,14 @@ class _Second:
         self._errors.close()
 
 
-def _serve(folder: str, dtype: str, threads: str) -> None:
+def _serve(folder: str, dtype: str, device: str, threads: str) -> None:
     """The second process: answer each line of the input by a line."""
     torch.set_num_threads(int(threads))
+    like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
     with _quiet():
         for line in sys.stdin:
             name, messages = json.loads(line)
-            with _engine(name, getattr(torch, dtype), Path(folder)) as engine:
+            with _engine(name, like, Path(folder)) as engine:
                 print(json.dumps(asdict(_ask(engine, messages))), flush=True)
 
 

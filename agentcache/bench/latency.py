@@ -124,11 +124,15 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
 
 
 def check(scene: Scene, done: dict[str, baselines.Timed], dtype: str) -> None:
-    """Our ways draw the same tokens; the stock ways the same first token, unless the two best logits are a tie. Notes each agreement."""
-    assert done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
-    if "off" in done:
+    """Our ways draw the same tokens; the stock ways the same first token, unless the two best logits are a tie. Notes each agreement.
+
+    Where no bits are promised, as on a GPU, a tie may be drawn otherwise by any of them.
+    """
+    bitwise = scene.engine.model.bitwise
+    assert not bitwise or done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
+    if "off" in done and bitwise:
         assert done["off"].ids == done["hit"].ids, f"reuse off drew {done['off'].ids}, the hit {done['hit'].ids}"
-    for name in ("stock", "static", "recipe", "kept", *scene.others):
+    for name in (*(() if bitwise else ("off", "floor")), "stock", "static", "recipe", "kept", *scene.others):
         if name in done:
             same = done[name].ids[0] == done["hit"].ids[0]
             tie = scene.gaps[-1] <= TIE.get(dtype, 0.0) or name in scene.others  # these round elsewhere: it is noted
@@ -144,7 +148,8 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
     sequence = engine_timing.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
     scene.cache = baselines.cache_of(scene.stock, sequence, scene.prompts[0][: scene.prefix])
     sequence.close()
-    for name in ("recipe", "kept", "floor", *scene.others):
+    compiles = () if scene.stock.device.type == "cpu" else ("static",)
+    for name in (*compiles, "recipe", "kept", "floor", *scene.others):
         first[name]()
     for number in range(1, options.repeats + 1):
         ways, done = methods(scene, number, new), {}
@@ -201,7 +206,8 @@ def warm_up(engine: Engine, stock: Any) -> None:
     """Run each path once on a short prompt: kernels are chosen and buffers made on first use."""
     ids = list(engine.renderer.render([{"role": "user", "content": catalog.SYSTEM}]).ids)
     baselines.generate(stock, ids, 2)
-    baselines.static(stock, ids, 2)
+    if stock.device.type == "cpu":
+        baselines.static(stock, ids, 2)
     engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=engine_timing.greedy(2), namespace="warm-up", reuse="off")
 
 

@@ -110,6 +110,7 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --sh
 IsaOption = Annotated[
     Isa | None, typer.Option(callback=hold_to, help="Run as on a processor with these instructions; by default all that this one has.")
 ]
+DeviceOption = Annotated[str, typer.Option(help="Where the weights lie: cpu, or cuda where there is a GPU.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
 WeightsOption = Annotated[Weights | None, typer.Option(help="Quantize the weights, a scale for each output; needs the extra cpu.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write the JSON line to FILE.")]
@@ -143,10 +144,11 @@ class Loading:
     threads: int | None = None
     bits: int | None = None  # of a weight, by bitsandbytes: 4 is NF4, 8 is int8
     quantized: Weights | None = None  # quantized by agentcache itself
+    device: str = "cpu"
 
     def weights(self, texts: Iterable[str] = ()) -> tuple[Any, Any]:
         """(model, tokenizer), without an engine. texts: what a shape's tokenizer is to be good at, besides the benchmark's own tools."""
-        from ..model.loading import load, quantize
+        from ..model.loading import load, place, quantize
         from . import shapes
 
         if self.model is not None and self.shape is not None:
@@ -155,11 +157,15 @@ class Loading:
             raise ConfigError(f"bits={self.bits!r}: must be 4 or 8, of a --model: weights are quantized while its folder is read")
         weights: Any = self.quantized and self.quantized.value
         if self.model is not None:
-            return load(self.model, dtype=self.dtype.value, weights=weights, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
+            given: dict[str, Any] = {"dtype": self.dtype.value, "device": self.device, "weights": weights}
+            return load(self.model, **given, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
+        on = place(self.device)
         loaded, tokenizer = shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
         if weights is not None:
+            if on.type != "cpu":
+                raise ConfigError(f"weights={weights!r} with device={self.device!r}: its kernels run on a CPU; leave out one of them")
             quantize(loaded)
-        return loaded, tokenizer
+        return loaded.to(on), tokenizer
 
     def engine(self, texts: Iterable[str] = (), store: Any = None, memory_bytes: int | None = None) -> Any:
         """A running engine; store: the place of its pages, None for memory; memory_bytes: its budget."""
@@ -171,7 +177,8 @@ class Loading:
             torch.set_num_threads(self.threads)
         if self.model is not None and self.shape is None and self.bits is None:
             weights: Any = self.quantized and self.quantized.value
-            return Engine(self.model, dtype=self.dtype.value, weights=weights, store=store, memory_bytes=memory_bytes)
+            given: dict[str, Any] = {"dtype": self.dtype.value, "device": self.device, "weights": weights}
+            return Engine(self.model, **given, store=store, memory_bytes=memory_bytes)
         return Engine(*self.weights(texts), store=store, memory_bytes=memory_bytes)
 
 
@@ -185,7 +192,7 @@ def described(engine: Any) -> dict[str, Any]:
 
     numerics = engine.model.numerics
     return {
-        "machine": {**machine(), "instructions": level(), "limits": limits(), "threads": torch.get_num_threads()},
+        "machine": {**machine(engine.model.device), "instructions": level(), "limits": limits(), "threads": torch.get_num_threads()},
         "versions": versions(),
         "model": {
             "name": engine.name,

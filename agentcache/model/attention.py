@@ -13,15 +13,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kv import PAGE_TOKENS, Page, Sequence
 from .kernels.scratch import scratch
 from .numerics import LEAST_WEIGHT, TILE, Numerics
 
+if TYPE_CHECKING:
+    from .kernels.device_table import DeviceTable
+
 SCORE_ELEMENTS = 1 << 19  # fp32 scores of a tile, 2 MB: stays in the caches next to keys and values
+_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for ms at each new length
 SINKS = 16  # scores before those of keys, where a layer has sinks: keeps the others aligned
 
 
@@ -96,7 +101,7 @@ class Part:
 class Batch:
     """One packed forward. `rows` includes the padding rows at the end. later: parts that come in at a layer, in the order of rows.
 
-    acting: adapters, and the rows of `parts` that each acts on. token: notices weights that are not the model's.
+    acting: adapters, and the rows of `parts` that each acts on. token: notices weights that are not the model's. table: of pages, on a GPU.
     """
 
     parts: list[Part]
@@ -106,13 +111,15 @@ class Batch:
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     acting: list[tuple[Any, slice | torch.Tensor]] = field(default_factory=list)
     token: Any = None
+    table: DeviceTable | None = None
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         self.join([])
 
     def join(self, parts: list[Part]) -> None:
         """Take in parts that come in here."""
-        self.parts = [*self.parts, *parts]
+        self.parts, self.table = [*self.parts, *parts], None
         spans: dict[Any, list[range]] = {}
         for part in self.parts:
             first = part.offset + max(0, part.sequence.acts_from - part.start)
@@ -120,6 +127,14 @@ class Batch:
                 spans.setdefault(part.sequence.adapter, []).append(range(first, part.offset + part.count))
         whole = bool(self.parts) and self.parts[0].sequence.state is not None  # runs alone, adapted whole, however it is cut
         self.acting = [(adapter, slice(None) if whole else _rows(own)) for adapter, own in spans.items()]
+
+    def on(self, device: torch.device) -> DeviceTable:
+        """The table of the parts' pages, on their device."""
+        if self.table is None:
+            from .kernels.device_table import table_of
+
+            self.table = table_of(self.parts, self.rows, device)
+        return self.table
 
     def adapt(self, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adapt one product y [1, rows, out] of x [1, rows, in] by the modules of transformers, in place."""
@@ -254,5 +269,5 @@ def attend_gathered(part: Part, layer: int, query: torch.Tensor, how: Attention)
         return (scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype) @ values).transpose(0, 1)
     mask = None if part.count == 1 and how.chosen is None else ~hidden
     attention = torch.nn.functional.scaled_dot_product_attention
-    # fused kernels want a batch
-    return attention(q[None], keys[None], values[None], attn_mask=mask, scale=how.scale)[0].transpose(0, 1)
+    with sdpa_kernel(_FUSED):  # they want a batch
+        return attention(q[None], keys[None], values[None], attn_mask=mask, scale=how.scale)[0].transpose(0, 1)

@@ -15,8 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..kv import Sequence
 from . import steps
-from .attention import Batch
+from .attention import Batch, Part
 from .family import attention_of, watch
 
 ATTENTION = "agentcache"
@@ -82,6 +83,23 @@ def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, va
     k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
     out = steps.mix(batch, slot, q, k, v, how)[None]
     return (out if latent is None else latent.out(out, batch)).contiguous()  # as modules expect it
+
+
+@torch.inference_mode()
+def shadow(model: Any, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
+    """Run transformers' own forward over ids [tokens] without a cache: logits [places, vocab] in fp32, and how far attention over pages
+    is off in each layer, of the same numbers: relative to the largest number of the layer's output.
+    """
+    sequence = Sequence(model.spec)
+    sequence.reserve(len(ids))
+    running.shadow, running.config = [Batch([Part(sequence, 0, len(ids))], len(ids), model.numerics)], model.config
+    running.slots, running.layers, running.latent = model._slots, 0, None
+    try:
+        kept = torch.tensor(places, device=model.device)
+        logits = model.model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=kept).logits[0]
+        return (logits if len(logits) == len(places) else logits[kept]).float(), running.shadow[1:]
+    finally:
+        running.shadow = None
 
 
 for _before in ("sdpa", "eager"):

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..kv import Sequence
 from ..kv_spec import KVSpec
 from ..openmp import use_threads
 from . import steps
 from .attention import Attention, Batch, Part
-from .attention_interface import ATTENTION, rotary_hook, running
+from .attention_interface import ATTENTION, rotary_hook, running, shadow
 from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of, widths_of
 from .fingerprint import Fingerprint
-from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
+from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear
 from .loading import cache_name, decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, longest, rotary_of, unrotated
@@ -75,6 +74,7 @@ class HFModel:
         self._slots: tuple[int, ...] = ()  # of pages, by call of attention
         self._calls = 0  # of attention by the layers that are there while it has its first layers alone
         self._shape: steps.Shape | None = None
+        self.graphs: Any = None  # on a GPU
         self._widths: tuple[int, ...] = ()
         if experts := list(filter(has_experts, self.model.modules())):
             from . import experts as _  # noqa: F401  what it registers is part of fingerprints, in each process
@@ -180,6 +180,10 @@ class HFModel:
             return
         assert self.numerics is not None
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self._layout)
+        if self.device.type == "cuda":
+            from .cuda_graphs import Graphs
+
+            self.graphs = Graphs(self.model)
 
     def _refusal(self, decoder: Any) -> str:
         from .proof import MODEL_FAULTS
@@ -268,6 +272,7 @@ class HFModel:
 
     def close(self) -> None:
         """Give the owner's model object back as it was."""
+        self.graphs = None
         self._give_back()
         self.model.train(self._training)
 
@@ -283,12 +288,11 @@ class HFModel:
         """
         numerics = self.numerics
         assert numerics is not None
-        state: Any = parts[0].sequence.state
-        pure = self.support.row_pure and not self.quantized  # where no bits are promised, one row takes kernels made for one
-        even = numerics.rows if state is None and pure else 1  # padding would be part of a state, and see experts
+        pure = self.support.row_pure and not self.quantized
+        even = numerics.rows if parts[0].sequence.state is None and pure else 1  # padding would be part of a state, and see experts
         rows = -(-len(ids) // even) * even
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
-        ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))
+        ids, positions = (nn.functional.pad(t, (0, rows - len(t))) for t in (ids, positions))
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]
         tables = self.rotary.rows(spans, rows) if self.rotary is not None else None
         first, later = [p for p in parts if not p.entry], [p for p in parts if p.entry]
@@ -297,22 +301,37 @@ class HFModel:
         adapters = {p.sequence.adapter for p in parts} - {None}
         for adapter in adapters:
             adapter.refresh()
-        if tables is not None and self.stepped:
-            below = sum(p.count for p in first)
-            hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
-            return hidden if layers is not None else self._head(hidden, batch)
+        stepped = tables is not None and self.stepped
+        if self.graphs and layers is None and not adapters and self.fingerprint and not self.fingerprint.foreign:
+            run = self._by_steps if stepped else self._by_modules
+            if (known := self.graphs.logits(run, stepped, batch, ids, positions, tables, wanted)) is not None:
+                return known
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        if stepped:
+            return self._by_steps(batch, ids, positions, tables, wanted, layers)
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
+        return self._by_modules(batch, ids, positions, tables, wanted)
+
+    def _by_steps(self, batch: Batch, ids: torch.Tensor, _: Any, tables: Any, wanted: Any, layers: int | None = None) -> torch.Tensor:
+        below, rows = sum(p.count for p in batch.parts), batch.numerics.rows
+        ids = ids if batch.fixed else ids[: -(-below // rows) * rows]
+        hidden = steps.hidden_states(self.model, ids, tables[0], tables[1], batch, wanted, layers)
+        return hidden if layers is not None else steps.head(self.model, hidden, batch)
+
+    def _by_modules(self, batch: Batch, ids: torch.Tensor, positions: torch.Tensor, tables: Any, wanted: Any) -> torch.Tensor:
         self._adopt()
         running.batch, running.tables, running.layers, running.latent = batch, tables, 0, None
         running.config, running.slots = self.config, self._slots
-        head = getattr(self.model.get_output_embeddings(), "weight", None)
+        head, numerics, token = getattr(self.model.get_output_embeddings(), "weight", None), batch.numerics, batch.token
+        state: Any = batch.parts[0].sequence.state
+        adapted = any(part.sequence.adapter is not None for part in batch.parts)
         try:
-            glance, adapt = token.glance if token is not None else None, batch.adapt if adapters else None
+            glance, adapt = token.glance if token is not None else None, batch.adapt if adapted else None
             with RowPureLinear(numerics.kernel, numerics.rows, head, glance, adapt) as products:
                 running.products = products
                 if state is not None:
-                    state.cut(products, *parts[0].cuts)
+                    state.cut(products, *batch.parts[0].cuts)
                 logits = self._generic(ids, positions, wanted, state)
         finally:
             running.batch = running.tables = running.products = None
@@ -322,33 +341,20 @@ class HFModel:
             adapter.check_applied()
         return logits
 
-    def _padded(self, wanted: Seq[int], weight: torch.Tensor | None = None) -> torch.Tensor:
-        """The rows whose logits are asked for, padded unless the head (of this weight) computes each by itself."""
+    def _padded(self, wanted: Seq[int]) -> torch.Tensor:
+        """The rows whose logits are asked for, padded unless the head computes each by itself."""
         assert self.numerics is not None
-        kernel = self.numerics.kernel
-        alone = (kernel == "upcast" and self.vocab >= SINGLE_ROW_OUTS) if weight is None else by_itself(kernel, weight)
+        alone = self.numerics.kernel == "upcast" and self.vocab >= SINGLE_ROW_OUTS
         short = 0 if alone else -len(wanted) % self.numerics.rows
         return torch.tensor([*wanted, *[wanted[-1]] * short], device=self.device)
 
-    def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The logits of rows [rows, hidden]."""
-        assert self.numerics is not None
-        if not len(hidden):
-            return hidden.new_empty(0, self.vocab, dtype=torch.float32)
-        head = self.model.get_output_embeddings()
-        weight = head.weight
-        if batch.token is not None:
-            batch.token.glance(weight, True)
-        logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), weight)], weight, head.bias, head=True)
-        return logits[: len(hidden)].float()
-
-    def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Seq[int], state: Any = None) -> torch.Tensor:
+    def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Any, state: Any = None) -> torch.Tensor:
         call: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": state is not None}
         call[cache_name(self.decoder)] = state
-        if not wanted and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
+        if not len(wanted) and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
             self.decoder(**call)
             return torch.empty(0, self.vocab, dtype=torch.float32)
-        kept = self._padded(wanted or [0])
+        kept = wanted if isinstance(wanted, torch.Tensor) else self._padded(wanted or [0])
         logits = self.model(**call, logits_to_keep=kept).logits[0]
         logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them
         return logits[: len(wanted)].float()  # type: ignore[no-any-return]
@@ -369,22 +375,9 @@ class HFModel:
         pairs = tokens * (tokens + 1)
         return tokens * 2.0 * self._layer_weights + 2.0 * self.spec.layers * self._heads * self.spec.head_dim * pairs
 
-    @torch.inference_mode()
     def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
-        """Run transformers' own forward over ids [tokens] without a cache: logits [places, vocab] in fp32, and how far attention over pages
-        is off in each layer, of the same numbers: relative to the largest number of the layer's output.
-        """
-        assert self.spec is not None and self.numerics is not None
-        sequence = Sequence(self.spec)
-        sequence.reserve(len(ids))
-        running.shadow, running.config = [Batch([Part(sequence, 0, len(ids))], len(ids), self.numerics)], self.config
-        running.slots, running.layers, running.latent = self._slots, 0, None
-        try:
-            kept = torch.tensor(places, device=self.device)
-            logits = self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=kept).logits[0]
-            return (logits if len(logits) == len(places) else logits[kept]).float(), running.shadow[1:]
-        finally:
-            running.shadow = None
+        """Run transformers' own forward over ids [tokens] without a cache: logits [places, vocab], how far each layer's pages are off."""
+        return shadow(self, ids, places)
 
     @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any, adapter: Any = None, start: int = 0) -> tuple[torch.Tensor, Any]:

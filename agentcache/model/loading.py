@@ -173,22 +173,27 @@ def _tokenizer(model: Any, hub: dict[str, Any]) -> Any:
     return found
 
 
+def place(device: str) -> torch.device:
+    """The device of this name. ConfigError: it cannot be used here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # no such device, or not in this build of torch
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ConfigError(f"device={device!r}: cannot be used here ({said:.200}); use 'cpu', or 'cuda' where there is one") from error
+
+
 def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revision: str | None) -> None:
     """Refuse what would fail later with words about something else."""
-    place = Path(str(model))
-    if not place.is_dir() and (place.is_absolute() or str(model).startswith(".")):
-        what = "is no folder" if place.exists() else "does not exist"
+    folder = Path(str(model))
+    if not folder.is_dir() and (folder.is_absolute() or str(model).startswith(".")):
+        what = "is no folder" if folder.exists() else "does not exist"
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {what}. {WAY}")
-    if not place.is_dir() and get_close_matches(str(model), [embedded.NAME], cutoff=0.8):  # asking a Hub that is not reached takes a minute
+    if not folder.is_dir() and get_close_matches(str(model), [embedded.NAME], cutoff=0.8):  # a Hub that is not reached takes a minute
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: there is no such folder; did you mean {embedded.NAME!r}?")
-    if revision is not None and place.is_dir():
+    if revision is not None and folder.is_dir():
         raise ConfigError(f"revision={revision!r} with the folder {str(model)!r}, which holds one revision: name the Hugging Face id")
     if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, TypeError) as error:  # no such device, or not in this build of torch
-            said = str(error).strip().partition("\n")[0].rstrip(".")
-            raise ConfigError(f"device={device!r}: cannot be used here ({said:.200}); use 'cpu', or 'cuda' where there is one") from error
+        place(device)
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype.removeprefix("torch."), None), torch.dtype):
         raise ConfigError(f"dtype={dtype!r}: must be 'auto' or one of torch's, such as 'bfloat16' or 'float32'")
 

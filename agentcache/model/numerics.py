@@ -190,7 +190,7 @@ def _probe(
         kernel=kernel,
         widen=widen,
         compiled=compiled,
-        rows=rows or 8,
+        rows=(rows or 8) if device.type == "cpu" else 1,  # where no bits are promised, one row takes kernels made for one
         query_rows=query_rows or 8,
         pure=device.type == "cpu" and rows is not None and query_rows is not None,
         digest=seen.hexdigest(16),

@@ -91,13 +91,34 @@ def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value:
 
 
 def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    if batch.parts and (gpu := _of_gpu(batch, key, layer)):
+        gpu.write(batch.on(key.device), layer, key, value)
+        return
+    _by_part(batch)
     for part in batch.parts:
         rows = slice(part.offset, part.offset + part.count)
         write(part, layer, key[rows], value[rows])
 
 
+def _of_gpu(batch: Batch, x: torch.Tensor, layer: int) -> Any:
+    """Kernels that read and write pages where they lie, for queries or keys [rows, heads, width] of a layer; None if they take others."""
+    if not x.is_cuda or (gpu := dispatch.of_gpu()) is None:
+        return None
+    values = batch.parts[0].sequence.pages[0].layer_values[layer]
+    return gpu if gpu.takes(x, values.dtype, len(values), values.shape[-1]) else None
+
+
+def _by_part(batch: Batch) -> None:
+    if batch.fixed:
+        raise RuntimeError("pages would be gathered, which are others in the next forward")
+
+
 def attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Attention) -> torch.Tensor:
     """Attend to keys and values that every part has written: query [rows, heads, head_dim] -> [rows, heads, width]."""
+    if batch.parts and how.chosen is None and (gpu := _of_gpu(batch, query, layer)):
+        kv_heads = len(batch.parts[0].sequence.pages[0].layer_values[layer])
+        return gpu.attend(batch.on(query.device), layer, query, kv_heads, width, how)  # type: ignore[no-any-return]
+    _by_part(batch)
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
         return attend(batch, batch.parts[0], layer, query, how)
     out = query.new_zeros(*query.shape[:2], width)
@@ -120,7 +141,7 @@ def _join(batch: Batch, layer: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_states(
-    model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: Seq[int], layers: int | None = None
+    model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: Any, layers: int | None = None
 ) -> torch.Tensor:
     """Run all layers (or the first `layers`) over packed ids [rows] -> normalised hidden states of the wanted rows [len(wanted), hidden].
 
@@ -130,7 +151,7 @@ def hidden_states(
     decoder = model.model
     if layers is None and (compiled := _compiled(model, batch)):
         return _few(decoder, ids, cos, sin, batch, compiled)[torch.tensor(wanted, dtype=torch.long)]
-    chosen = torch.tensor(wanted, dtype=torch.long, device=ids.device)
+    chosen = wanted if isinstance(wanted, torch.Tensor) else torch.tensor(wanted, dtype=torch.long, device=ids.device)
     x = decoder.embed_tokens(ids)
     all_cos, all_sin = cos[:, None], sin[:, None]
     last = len(decoder.layers) - 1
@@ -140,11 +161,24 @@ def hidden_states(
             if not len(x):
                 continue  # everybody resumes further up
         cos, sin = all_cos[: len(x)], all_sin[: len(x)]
-        if index == last and 2 * len(wanted) < len(x):
+        if index == last and 2 * len(wanted) < len(x) and chosen is not wanted:
             return rms_norm(decoder.norm, _top(layer, index, x, cos, sin, batch, chosen))
         x = _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch).add_(x)
         x = _mlp(layer, x, batch)
     return rms_norm(decoder.norm, x[chosen])
+
+
+def head(model: Any, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Logits [rows, vocab] in fp32 of normalised hidden states [rows, hidden]."""
+    module = model.get_output_embeddings()
+    weight, numerics, rows = module.weight, batch.numerics, len(hidden)
+    if not rows:
+        return hidden.new_empty(0, len(weight), dtype=torch.float32)
+    if batch.token is not None:
+        batch.token.glance(weight, True)
+    if not dispatch.by_itself(numerics.kernel, weight):
+        hidden = nn.functional.pad(hidden, (0, 0, 0, -rows % numerics.rows))
+    return linear(numerics.kernel, hidden, weight, module.bias, head=True)[:rows].float()
 
 
 def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:

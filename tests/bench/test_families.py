@@ -22,7 +22,7 @@ KEYS = {"family", "path", "group", "step", "second_process", "equal", "bitwise",
 def rows(*names: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
     """Rows by family, and the summary, measured in this process and a second one."""
     kept: dict[str, Any] = {}
-    found = family_reuse.run(names, torch.float32, lambda text: None, kept.update)
+    found = family_reuse.run(names, torch.empty(0), lambda text: None, kept.update)
     assert found == kept["rows"]
     return {row["family"]: row for row in found}, kept["summary"]
 

@@ -18,10 +18,12 @@ operations, and are tried on this machine before they are used.
     norms, rotary angles          16-bit, fp32                        any       norm_rope.py      norms_agree, heads_agree
     attention                     16-bit, fp32                        any       paged_attention.py  numerics.py: only row purity
     layers of a decoding step     of compiled products                1 - 8     layer.py          steps.py
+    norms, angles, attention      on a GPU                            any       cuda.py           itself
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,8 +145,20 @@ class Int8Linear(torch.nn.Linear):
         return linear("upcast", input, self.weight, self.bias)
 
 
+@functools.cache
+def of_gpu() -> Any:
+    """The kernels of a GPU; None where Triton is not installed."""
+    try:
+        from . import cuda
+    except ImportError:
+        return None
+    return cuda
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Root mean square norm of x [rows, n] times weight [n], as Llama's and Qwen's modules compute it."""
+    if x.is_cuda:
+        return (gpu.norm if (gpu := of_gpu()) and gpu.takes_norm(x, weight) else plain_norm)(x, weight, epsilon)
     if jit.compiler() is None:
         return plain_norm(x, weight, epsilon)
     from . import norm_rope
@@ -154,6 +168,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [rows, heads, dim], each head normalised if there is a weight [dim], and its halves rotated by cos and sin [rows, 1, dim]."""
+    if x.is_cuda:
+        return (gpu.heads if (gpu := of_gpu()) and gpu.takes_heads(x, weight, cos, sin) else plain_heads)(x, weight, epsilon, cos, sin)
     if jit.compiler() is None:
         return plain_heads(x, weight, epsilon, cos, sin)
     from . import norm_rope

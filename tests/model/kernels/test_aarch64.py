@@ -58,7 +58,7 @@ int main(int argc, char **argv) {
 
 def writers() -> Iterator[tuple[str, Callable[..., None], tuple[int | bool, ...]]]:
     """Every function that writes a whole kernel, with sizes that it takes: (its name and switches, itself, sizes)."""
-    for found in pkgutil.iter_modules(kernels.__path__):
+    for found in (module for module in pkgutil.iter_modules(kernels.__path__) if module.name != "cuda"):  # those are Triton's
         module = importlib.import_module(f"{kernels.__name__}.{found.name}")
         for name, write in inspect.getmembers(module, inspect.isfunction):
             parameters = list(inspect.signature(write).parameters.values())
