@@ -162,7 +162,7 @@ def export(
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An archive that `agentcache export` wrote. Only from people you trust.")],
-    name: Annotated[str | None, typer.Option(help="Name of the tool group or session here; by default the one it had.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the tool group, session or texts here; by default the one they had.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Who may use it; by default the namespace it had.")] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
