@@ -188,15 +188,17 @@ def import_(
 def examine(place: Path | None) -> dict[str, Any]:
     """The store, for `doctor`: nothing is made. `problem` stands where it cannot be used."""
     from ..private import default_path
-    from ..store.disk.folder import Folder
+    from ..store.disk.folder import Folder, check_room
 
     found = default_path() if place is None else place
     if found is None:
         return {"folder": "none: AGENTCACHE_DIR is set to nothing"}
     report: dict[str, Any] = {"folder": str(found.absolute())}
-    if not os.path.lexists(found / "format"):
-        return {**report, "state": "not made yet"}
     try:
+        if not os.path.lexists(found / "format"):
+            report["state"] = "not made yet"
+            check_room(found.absolute())
+            return report
         folder = Folder.open(found, create=False)
         report |= {**_standing(found), "encrypted": folder.encrypted, "writable": folder.writable}
         report |= {"free_bytes": shutil.disk_usage(found).free, **_indexed(folder)}

@@ -423,6 +423,17 @@ def test_doctor_makes_no_store_and_needs_none(tmp_path: Path) -> None:
     assert told("doctor")["store"] == {"folder": "none: AGENTCACHE_DIR is set to nothing"}
 
 
+def test_doctor_names_what_keeps_a_store_from_being_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a text")
+    (tmp_path / "full").mkdir(mode=0o700)
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "open").mkdir(mode=0o755)
+    whys = {"file": "is not what it should be", "file/below": "is no folder", "full": "holds 'file'", "open": "chmod 700"}
+    for place, why in whys.items():
+        found = told("doctor", "--store", tmp_path / place, code=1)["store"]
+        assert (found["state"], why in found["problem"]) == ("not made yet", True)
+
+
 def test_doctor_names_what_is_wrong_with_the_store(place: Path) -> None:
     (place / "index.sqlite").write_bytes(b"nonsense" * 1000)
     assert "verify --fix" in told("doctor", "--store", place, code=1)["store"]["problem"]
