@@ -330,6 +330,18 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
+@pytest.mark.parametrize("name", ["gemma", "glm", "nemotron"])
+def test_counts_written_as_floats_are_whole(name: str) -> None:
+    properties = {"many": {"type": "array", "items": {"type": "string", "maxLength": 2.0}, "minItems": 2.0, "maxItems": 2.0}}
+    schema = {"type": "object", "properties": properties, "required": ["many"]}
+    made = grammars(name)
+    parser = AnswerParser(template_for(made.form if made.form.known else None), tools=[{"name": "look", "parameters": schema}])
+    parser.push(drawn_blindly(made, Constraint("look"), 0, [Tool("look", "", schema)]) or "")
+    parser.finish()
+    many = parser.message.tool_calls[0].arguments["many"]
+    assert (len(many), max(map(len, many)) <= 2) == (2, True)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schema_that_holds_itself_is_written(seed: int) -> None:
     jsonschema = pytest.importorskip("jsonschema")
