@@ -74,8 +74,10 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
 
 def _in_python(text: str) -> Any:
     """The value, if Python writes it so and JSON has it: chat templates show True and {'a': None}, and models copy it."""
+    from .call_python import expression
+
     try:
-        value = ast.literal_eval(text.strip())
+        value = ast.literal_eval(expression(text))
         return value if json.loads(json.dumps(value)) == value else text
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
