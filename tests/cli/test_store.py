@@ -255,6 +255,11 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, verb: list[str]) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("verb", [["ls", "--namespace"], ["inspect"], ["prune", "--group"], ["prune", "--namespace"]])
+def test_a_name_of_other_bytes_is_told(place: Path, verb: list[str]) -> None:
+    assert refused(*verb, "half \udcff", "--store", place).startswith("agentcache: 'half \\udcff' names nothing in a store")
+
+
 @pytest.mark.parametrize("verb", READERS)
 def test_a_store_that_others_can_read_is_refused(place: Path, verb: list[str]) -> None:
     place.chmod(0o755)
