@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-from contextlib import suppress
 from typing import Any
 
 from ..types import ToolCall
+from .tag_values import expression
 
-TRIES = 100
 _JSON = {"true": True, "false": False, "null": None}
 
 
@@ -20,17 +19,6 @@ def python_calls(text: str) -> list[ToolCall]:
         return [_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
-
-
-def expression(text: str) -> ast.expr:
-    """The tree of an expression; raises as `ast.parse` does.
-
-    Python before 3.11.8 and 3.12.2 loses count, a SystemError, where another thread or garbage that is collected meanwhile parses, too.
-    """
-    for _ in range(TRIES):
-        with suppress(SystemError):
-            return ast.parse(text.strip(), mode="eval").body
-    raise MemoryError("Python's parser is disturbed")
 
 
 def _call(node: ast.expr) -> ToolCall:
