@@ -207,6 +207,8 @@ def test_a_name_that_several_groups_have_is_asked_about(place: Path) -> None:
 @pytest.mark.parametrize("verb", [["inspect", "none"], ["export", "none", "file"], ["prune", "--group", "none"]])
 def test_a_name_that_no_group_has(place: Path, verb: list[str]) -> None:
     assert "no tool group 'none': `agentcache ls` shows" in refused(*verb, "--store", place)
+    of_session = [name.replace("none", "session:none") for name in verb]
+    assert "no session 'none': `agentcache ls` shows" in refused(*of_session, "--store", place)
     assert "in namespace 'x'" in refused(*verb, "--store", place, "--namespace", "x")
 
 
