@@ -7,6 +7,7 @@ the command `agentcache` and the framework integrations enter here and get an er
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import importlib.util
 import re
@@ -112,7 +113,12 @@ def main() -> None:
         sys.exit(f"agentcache: {found}")
     from agentcache.cli.app import app
 
-    app(prog_name=PACKAGE, obj=conflict)
+    try:
+        app(prog_name=PACKAGE, obj=conflict)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        sys.exit(f"agentcache: its output cannot be written: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
@@ -32,10 +33,19 @@ class Adapters:
         """The digest of each, by name."""
         return {name: adapter.digest for name, adapter in list(self._named.items())}
 
+    def add_all(self, sources: Mapping[str, str | os.PathLike[str]]) -> None:
+        """Load an adapter under each name."""
+        if not isinstance(sources, Mapping):
+            raise ConfigError(f"adapters={sources!r:.100}: must be a dict, from names to folders that PEFT saved or Hub ids")
+        for name, source in sources.items():
+            self.add(name, source, 1.0)
+
     def add(self, name: str, source: str | os.PathLike[str], scale: float) -> str:
         """Load an adapter under a name, in the place of one that had it; returns its digest."""
         check_name("name", name)
-        if not isinstance(scale, (int, float)) or not scale > 0:
+        if not name:
+            raise ConfigError("name='': an adapter needs a name, by which requests ask it")
+        if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise ConfigError(f"scale={scale!r}: must be a positive number; adapter=None asks the base")
         from .model.adapters import load
         from .model.loading import layers_of
@@ -56,6 +66,7 @@ class Adapters:
 
     def remove(self, name: str) -> bool:
         """Forget a name, and the pages of its adapter unless another name stands for it too; False if there is none of that name."""
+        check_name("name", name)
         with self._lock:
             gone = self._named.pop(name, None)
             self._settle(gone)
@@ -63,6 +74,7 @@ class Adapters:
 
     def find(self, name: str) -> Adapter:
         """The adapter of that name. ConfigError: there is none."""
+        check_name("adapter", name)
         if (found := self._named.get(name)) is None:
             raise ConfigError(f"adapter={name!r}: there is none of that name, only {sorted(self._named)}; call add_adapter first")
         return found

@@ -140,8 +140,8 @@ class Engine(ProcessOwned, Documents):
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
         self.store.on_deletion(*(part.forget for part in self._texts))
         self._named_adapters: Adapters | None = None
-        for name, source in (adapters or {}).items():
-            self.add_adapter(name, source)
+        if adapters:
+            self._adapters.add_all(adapters)
 
     @classmethod
     def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:

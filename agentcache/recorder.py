@@ -105,6 +105,8 @@ class Recorder:
 
 def _message(said: Said) -> dict[str, Any]:
     """A message in OpenAI's shape."""
+    if not isinstance(said, (Message, Mapping)):
+        raise TypeError(f"{said!r:.80} is no message: give a Message, or a dict; of a Completion its `message`")
     if not isinstance(said, Message):
         return dict(said)
     calls = [

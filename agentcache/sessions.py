@@ -43,7 +43,7 @@ HELD = 1024  # sessions that one engine remembers; others are on disk
 SUPERSEDED = 512  # pages of branches that a session remembers; the oldest are deleted
 
 T = TypeVar("T")
-_created = attrgetter("created")
+_recorded = attrgetter("recorded")
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Sessions:
         with self._lock:
             held = self._held.get(key)
             answers = [one for one in (told, held.group if held else None) if one is not None]
-            before = max(answers, key=_created, default=None)
+            before = max(answers, key=_recorded, default=None)
             pinned, path = self._keep(group, scope, ids, frozenset(before.page_keys) if before else frozenset())
             moved = self._held[key] = _Held(group, time.monotonic(), pinned, ids)  # at once: an interrupt leaves no pin without its session
             if held is not None:
@@ -259,7 +259,7 @@ class Sessions:
         self._store.heed()
         weights = self._fingerprint.whole if self._fingerprint else ""
         known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
-        return max(known, key=_created, default=None)
+        return max(known, key=_recorded, default=None)
 
     def _find(self, key: Key) -> ToolGroup | None:
         """The last answer of a session under one fingerprint; None if there is none."""
@@ -271,8 +271,8 @@ class Sessions:
         if disk := self._store.disk:
             with suppress(StoreError):  # as good as not recorded
                 found += disk.index.groups(namespace, SESSION + name)
-        found.sort(key=_created)
-        return {one.fingerprint: one for one in found if one.lease_end > time.time()}
+        found.sort(key=_recorded)
+        return {one.fingerprint: one for one in found if not one.over}
 
     def copy(self, groups: Iterable[ToolGroup], name: str, lease_s: float) -> None:
         """Record a session's last answers under another name. ConfigError: that has one of its own."""
@@ -315,7 +315,7 @@ class Sessions:
         if self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
             return
         with self._lock:
-            over = [self._held.pop(key) for key, held in list(self._held.items()) if held.group.lease_end < time.time()]
+            over = [self._held.pop(key) for key, held in list(self._held.items()) if held.group.over]
         for held in over:
             self._unpin(held)
             self._retire(held.group, (*held.group.page_keys, *held.group.superseded))

@@ -225,8 +225,8 @@ class Sampling:
 
     max_tokens: int = 256  # of the completion
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # share of probability that is drawn from; 1: all
-    top_k: int = 0  # tokens that are drawn from; 0: all
+    top_p: float = 1.0  # share of probability that is drawn from; 1: all; 0: the likeliest token
+    top_k: int = 0  # tokens that are drawn from; 0, and -1 as in vLLM: all
     min_p: float = 0.0  # tokens below this share of the likeliest are left out
     repetition_penalty: float = 1.0  # 1: none
     seed: int | None = None  # the same seed draws the same completion
@@ -244,10 +244,10 @@ class Sampling:
             refuse("max_tokens", "an integer of at least 1")
         if not _finite(self.temperature) or self.temperature < 0.0:
             refuse("temperature", "0 (greedy) or a finite positive number")
-        if not _finite(self.top_p) or not 0.0 < self.top_p <= 1.0:
-            refuse("top_p", "in (0, 1]")
-        if not _whole(self.top_k) or self.top_k < 0:
-            refuse("top_k", "0 (off) or a positive integer")
+        if not _finite(self.top_p) or not 0.0 <= self.top_p <= 1.0:
+            refuse("top_p", "in [0, 1]")
+        if not _whole(self.top_k) or self.top_k < -1:
+            refuse("top_k", "0 or -1 (off) or a positive integer")
         if not _finite(self.min_p) or not 0.0 <= self.min_p < 1.0:
             refuse("min_p", "in [0, 1)")
         if not _finite(self.repetition_penalty) or self.repetition_penalty <= 0.0:

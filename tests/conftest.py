@@ -99,6 +99,14 @@ def one_thread(threads: Callable[[int], None]) -> None:
 
 
 @pytest.fixture
+def no_garbage() -> Iterator[None]:
+    """Collect no garbage meanwhile: what it runs may parse, and Python before 3.11.8 and 3.12.2 loses count of the parse around it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def asking() -> Iterator[Callable[..., Asking]]:
     """asking("lfm2", folder): an engine of a tiny model of a family, over a store, asked for answers; closed after the test."""
     from tests.asking import Asking

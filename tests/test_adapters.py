@@ -208,6 +208,29 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
         assert running.adapters == {}
 
 
+def test_odd_names_scales_and_ranks_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(save(tmp_path / "one") / "adapter_model.safetensors")
+    empty = {name: (tensor[:0] if "lora_A" in name else tensor[:, :0]).contiguous() for name, tensor in weights.items()}
+    save_file(empty, save(tmp_path / "empty") / "adapter_model.safetensors")
+    with engine(store=None) as running:
+        with pytest.raises(ConfigError, match=r"name='': an adapter needs a name"):
+            running.add_adapter("", tmp_path / "one")
+        with pytest.raises(ConfigError, match=r"scale=inf"):
+            running.add_adapter("one", tmp_path / "one", scale=float("inf"))
+        with pytest.raises(ConfigError, match=r"'model\.layers\.0.*' has rank 0"):
+            running.add_adapter("one", tmp_path / "empty")
+        for name in ([], ["one"]):
+            with pytest.raises(ConfigError, match=r"adapter=\[.*\]: must be a string"):
+                running.generate(chat("?"), adapter=name)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match=r"name=\[.*\]: must be a string"):
+                running.remove_adapter(name)  # type: ignore[arg-type]
+        assert running.adapters == {}
+    with pytest.raises(ConfigError, match=r"adapters=\['one'\]: must be a dict"), engine(store=None, adapters=["one"]):
+        pass
+
+
 @pytest.mark.parametrize("disk", [True, False])
 def test_texts_are_learnt_and_ordered_under_an_adapter(tmp_path: Path, disk: bool) -> None:
     texts = {str(number): long_text(48, number) for number in range(3)}

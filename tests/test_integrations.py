@@ -10,6 +10,7 @@ import pytest
 import agentcache
 from tests.checkout import ROOT
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
 INTEGRATIONS = ROOT / "integrations"
 PACKAGES = {
     "langchain": INTEGRATIONS / "langchain-agentcache" / "langchain_agentcache",

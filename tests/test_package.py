@@ -77,6 +77,7 @@ def test_version_is_the_distributions() -> None:
 # -- manners -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sources_are_small_and_say_what_they_are(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

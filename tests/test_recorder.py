@@ -95,6 +95,8 @@ def test_what_cannot_be_written_fails_no_request(tmp_path: Path, monkeypatch: py
     loop.append(loop)
     with pytest.warns(StoreWarning, match="left out"):
         recorder.record([{"role": "user", "content": loop}])
+    with pytest.warns(StoreWarning, match="left out: 7 is no message: give a Message, or a dict; of a Completion its `message`"):
+        recorder.record([Message("user", "x")], answer=7)  # type: ignore[arg-type]
     recorder.record([{"role": "user", "content": {1, 2}}])
 
     def full(*args: Any) -> int:

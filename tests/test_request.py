@@ -35,6 +35,7 @@ def written(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_only_the_account_writes_a_receipt() -> None:
     package = Path(agentcache.__file__).parent
     sources = {path.relative_to(package): path.read_text(encoding="utf-8") for path in package.rglob("*.py")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -338,6 +339,25 @@ def test_a_lease_that_ends_without_its_process_leaves_no_manifest(model: Any, tm
     with engine(model=model, store=tmp_path / "store") as running:
         assert running.store.audit()["groups"] == 1
         running.session("bob")
+        running.flush()
+        assert running.store.audit()["groups"] == 0
+
+
+def test_a_clock_set_back_holds_no_session(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    with monkeypatch.context() as ahead, engine(model=model, store=tmp_path / "store") as running:
+        ahead.setattr(time, "time", lambda: now() + 3600)
+        talk(running.session("alice"), FIRST)
+    with engine(model=model, store=tmp_path / "store") as running:
+        alice = running.session("alice")
+        before = alice.tokens
+        talk(alice, SECOND)
+        assert 0 < before != alice.tokens, "it goes on, though the clock says that it was asked later"
+    with engine(model=model, store=tmp_path / "store") as running:
+        assert 0 < running.session("alice").tokens != before
+    monkeypatch.setattr(time, "time", lambda: now() - 2 * 86_400)
+    with engine(model=model, store=tmp_path / "store") as running:
+        assert running.session("alice").tokens == 0
         running.flush()
         assert running.store.audit()["groups"] == 0
 

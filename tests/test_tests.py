@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from benchmarks.house import imported
 from tests.checkout import ROOT
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
 FILES = sorted({*(ROOT / "tests").rglob("*.py"), *(ROOT / "integrations").glob("*/tests/**/*.py")})
 
 

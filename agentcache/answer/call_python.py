@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from ..types import ToolCall
+from .tag_values import expression
 
 _JSON = {"true": True, "false": False, "null": None}
 
@@ -14,7 +15,7 @@ _JSON = {"true": True, "false": False, "null": None}
 def python_calls(text: str) -> list[ToolCall]:
     """The calls of a list, or the one call; none if the text is anything else, or an argument is no JSON value."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = expression(text)
         return [_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []

@@ -22,6 +22,7 @@ Thinking = Literal["none", "may", "open"]  # whether a thought may come first; o
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
 _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those that llguidance enforces
+_COUNTS = frozenset(f"{most}{what}" for most in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
 _ANY = r"(.|\n)*"
 _MARK = re.compile(r"<[^<>]*>")
 _CONTROL = r"[\x00-\x08\x0b-\x1f]"  # that no reader of quoted texts takes
@@ -41,7 +42,7 @@ def closed(schema: Any) -> Any:
         return [closed(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    schema = {key: value for key, value in schema.items() if not _says_nothing(key, value)}
+    schema = {key: _count(key, value) for key, value in schema.items() if not _says_nothing(key, value)}
     if any(key in schema for key in ("allOf", "if", "not", "unevaluatedProperties", "dependentSchemas")):
         return dict(schema)
     out: dict[str, Any] = {}
@@ -55,6 +56,11 @@ def closed(schema: Any) -> Any:
     if isinstance(schema.get("properties"), Mapping) and not schema.keys() & _OPEN_ENDED:
         out["additionalProperties"] = False
     return out
+
+
+def _count(key: str, value: Any) -> Any:
+    """The value of a keyword: 2.0 of a count, which JSON Schema takes, as the integer that grammars take."""
+    return int(value) if key in _COUNTS and isinstance(value, float) and value.is_integer() else value
 
 
 def _says_nothing(key: str, value: Any) -> bool:

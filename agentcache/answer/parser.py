@@ -6,6 +6,7 @@ in any pieces; all at once is one of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -284,11 +285,16 @@ class AnswerParser:
         inner = body[: half.start()] if half else body
         text = opened + inner if half else self._text[self._start : end]
         calls = [] if ended and self._cut else region.calls(text, inner, None if self._template.typed else self._tools)
+        name = self._named
+        if self._names is not None and not opened:  # without a mark it is a call only if it names a tool
+            name = next((one for one in self._names if re.match(rf"\[\s*{re.escape(one)}\(", body)), "")
+            calls = calls if name else []
         for call in calls:
             self._take(whole(self._typed(call) if self._template.typed else call))
         if not calls:
             self._say("text", self._start, end)
-            self._refuse(self._named, body, ended=ended, told=False)
+            if name or opened or self._names is None:
+                self._refuse(name, body, ended=ended, told=False)
 
     def _refuse(self, name: str, arguments: str, *, ended: bool, told: bool) -> None:
         error = f"{CUT}, {self._cut}" if ended and self._cut else MALFORMED

@@ -8,7 +8,10 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+TRIES = 100  # of Python's parser
 
 
 def shown(value: Any) -> str:
@@ -75,7 +78,18 @@ def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
 def _in_python(text: str) -> Any:
     """The value, if Python writes it so and JSON has it: chat templates show True and {'a': None}, and models copy it."""
     try:
-        value = ast.literal_eval(text.strip())
+        value = ast.literal_eval(expression(text))
         return value if json.loads(json.dumps(value)) == value else text
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
+
+
+def expression(text: str) -> ast.expr:
+    """The tree of an expression; raises as `ast.parse` does.
+
+    Python before 3.11.8 and 3.12.2 loses count, a SystemError, where another thread or garbage that is collected meanwhile parses, too.
+    """
+    for _ in range(TRIES):
+        with suppress(SystemError):
+            return ast.parse(text.strip(), mode="eval").body
+    raise MemoryError("Python's parser is disturbed")

@@ -71,10 +71,13 @@ def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, I
 
 def one(index: Index, name: str, namespace: str | None, fingerprint: str | None, adapter: str | None = None) -> ToolGroup:
     """The group of that name; ConfigError if there is none, or there are several."""
+    from ..store.tool_group import SESSION
+
     found = [group for group in index.groups(namespace, name) if group.fingerprint.startswith(fingerprint or "") and of(group, adapter)]
     if not found:
         where = f" in namespace {namespace!r}" if namespace is not None else ""
-        raise ConfigError(f"no tool group {name!r}{where}: `agentcache ls` shows which there are")
+        what = "session" if name.startswith(SESSION) else "tool group"
+        raise ConfigError(f"no {what} {name.removeprefix(SESSION)!r}{where}: `agentcache ls` shows which there are")
     if len(found) > 1:
         all_of_them = "; ".join(
             f"namespace {g.namespace!r}, model {g.model!r}, fingerprint {g.fingerprint[:12]}, adapter {g.adapter or 'none'}" for g in found

@@ -162,7 +162,7 @@ def export(
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An archive that `agentcache export` wrote. Only from people you trust.")],
-    name: Annotated[str | None, typer.Option(help="Name of the tool group or session here; by default the one it had.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the tool group, session or texts here; by default the one they had.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Who may use it; by default the namespace it had.")] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -188,15 +188,17 @@ def import_(
 def examine(place: Path | None) -> dict[str, Any]:
     """The store, for `doctor`: nothing is made. `problem` stands where it cannot be used."""
     from ..private import default_path
-    from ..store.disk.folder import Folder
+    from ..store.disk.folder import Folder, check_room
 
     found = default_path() if place is None else place
     if found is None:
         return {"folder": "none: AGENTCACHE_DIR is set to nothing"}
     report: dict[str, Any] = {"folder": str(found.absolute())}
-    if not os.path.lexists(found / "format"):
-        return {**report, "state": "not made yet"}
     try:
+        if not os.path.lexists(found / "format"):
+            report["state"] = "not made yet"
+            check_room(found.absolute())
+            return report
         folder = Folder.open(found, create=False)
         report |= {**_standing(found), "encrypted": folder.encrypted, "writable": folder.writable}
         report |= {"free_bytes": shutil.disk_usage(found).free, **_indexed(folder)}

@@ -208,6 +208,8 @@ def _by_path(source: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, dict
 def _low_rank(path: str, parts: dict[str, torch.Tensor], scaling: Any) -> LowRank:
     if not {"down", "up"} <= parts.keys() or parts["down"].ndim != 2 or parts["up"].ndim != 2:
         raise ConfigError(f"the adapter of {path!r} has no two matrices: it is damaged")
+    if not len(parts["down"]):
+        raise ConfigError(f"the adapter of {path!r} has rank 0: it adds nothing; train it with a rank of at least 1")
     factor = scaling(path, len(parts["down"]))
     bias = parts.get("bias")
     return LowRank(path, parts["down"], parts["up"] * factor, None if bias is None else bias * factor, parts.get("magnitude"))

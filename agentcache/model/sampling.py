@@ -54,7 +54,7 @@ class Sampler:
         if not self._greedy:
             if sampling.temperature != 1.0:
                 steps.append(TemperatureLogitsWarper(float(sampling.temperature)))
-            if sampling.top_k:
+            if sampling.top_k > 0:
                 steps.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
                 steps.append(TopPLogitsWarper(float(sampling.top_p)))

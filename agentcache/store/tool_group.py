@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +63,16 @@ class ToolGroup:
         """The name of the documents that it is a pack of, empty if it is none."""
         return self.name.rpartition("/")[0] if self.sources else ""
 
+    @property
+    def recorded(self) -> float:
+        """`created`, but 0 where the clock was set back since: all that is recorded now is later."""
+        return self.created if self.created <= time.time() else 0.0
+
+    @property
+    def over(self) -> bool:
+        """Tell whether it is a session's whose lease is over, or lies ahead by more than that lasts: the clock was set back."""
+        return bool(self.lease_end) and abs(time.time() - self.created) > self.lease_end - self.created
+
     def spares(self, other: ToolGroup) -> bool:
         """Tell whether pages that another one names stay when this is deleted: not those of sessions that continue a tool group."""
         return bool(self.lease_end) or not other.lease_end
@@ -70,7 +81,7 @@ class ToolGroup:
         """The later of two answers of a session, whoever recorded it first, with the other's pages as superseded; else this group."""
         if known is None or not self.lease_end:
             return self
-        before, last = sorted((known, self), key=lambda one: one.created)
+        before, last = sorted((known, self), key=lambda one: one.recorded)
         left = before.superseded if before is self else ()  # else the later one has them
         left = tuple(dict.fromkeys(key for key in (*left, *before.page_keys, *last.superseded) if key not in last.page_keys))
         return replace(last, superseded=left, splices=tuple(dict.fromkeys((*before.splices, *last.splices))))

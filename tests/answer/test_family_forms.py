@@ -330,6 +330,18 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
+@pytest.mark.parametrize("name", ["gemma", "glm", "nemotron"])
+def test_counts_written_as_floats_are_whole(name: str) -> None:
+    properties = {"many": {"type": "array", "items": {"type": "string", "maxLength": 2.0}, "minItems": 2.0, "maxItems": 2.0}}
+    schema = {"type": "object", "properties": properties, "required": ["many"]}
+    made = grammars(name)
+    parser = AnswerParser(template_for(made.form if made.form.known else None), tools=[{"name": "look", "parameters": schema}])
+    parser.push(drawn_blindly(made, Constraint("look"), 0, [Tool("look", "", schema)]) or "")
+    parser.finish()
+    many = parser.message.tool_calls[0].arguments["many"]
+    assert (len(many), max(map(len, many)) <= 2) == (2, True)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schema_that_holds_itself_is_written(seed: int) -> None:
     jsonschema = pytest.importorskip("jsonschema")
@@ -344,7 +356,8 @@ def test_a_schema_that_holds_itself_is_written(seed: int) -> None:
     jsonschema.validate(parser.message.tool_calls[0].arguments, schema)
 
 
-def test_calls_in_python_without_marks_are_written() -> None:
+@cache
+def python_without_marks() -> Grammars:
     made = models.toy_tokenizer()
     made.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}("
@@ -352,10 +365,34 @@ def test_calls_in_python_without_marks_are_written() -> None:
         "{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    grammar = Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+    return Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+
+
+def test_calls_in_python_without_marks_are_written() -> None:
+    grammar = python_without_marks()
     assert spelled(grammar, Constraint("any"), '[look(query="tide", n=3), ping()]', TOOLS) == "end"
     assert spelled(grammar, Constraint(), '[look(n=3, query="tide")]', TOOLS) not in ("end", "more"), "its order is the schema's"
     assert spelled(grammar, Constraint(), "[See: look]", TOOLS) == "end"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "invalid"),
+    [
+        ("[look(n=3)]", ["look"], []),
+        ("[ look(n=3), see(n=4)]", ["look", "see"], []),
+        ("[see(page=3)]", [], []),
+        ("[see(page 3)] is what I read.", [], []),
+        ("[looking(n=3)]", [], []),
+        ("[look(n=", [], ["look"]),
+    ],
+)
+def test_unmarked_lists_in_python_call_only_tools(text: str, calls: list[str], invalid: list[str]) -> None:
+    parser = AnswerParser(template_for(python_without_marks().form), names={"look"})
+    parser.push(text)
+    parser.finish()
+    assert [call.name for call in parser.message.tool_calls] == calls
+    assert [call.name for call in parser.invalid_calls] == invalid
+    assert parser.message.content == ("" if calls else text)
 
 
 def test_quoted_texts_hold_no_control_characters() -> None:

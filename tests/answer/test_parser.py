@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from agentcache.answer.call_forms import HERMES as HERMES_FORM
 from agentcache.answer.parser import AnswerParser, Delta
 from agentcache.answer.response_template import template_for
 from agentcache.answer.tag_forms import TAGS
+from agentcache.answer.tag_values import value_of
 from agentcache.types import Message, ToolCall
 from benchmarks.answers import parse
 from tests.answer.deltas import message_of, partial_json
@@ -190,6 +194,25 @@ def test_a_list_that_was_cut_keeps_its_whole_calls() -> None:
 
 
 PYTHON = "<|tool_call_start|>[search(query='a }]\"', n=[1, {'x': true}]), get_weather(city=None)]<|tool_call_end|>"
+
+
+def test_garbage_that_parses_disturbs_no_call() -> None:
+    class Garbage:
+        def __init__(self) -> None:
+            self.me = self  # only a collection ends it
+            weakref.finalize(self, ast.parse, "1 + (2, 3)[0]")
+
+    calls = parse(PYTHON, TOOLS).tool_calls
+    before = gc.get_threshold()
+    try:
+        for allocations in range(1, 200):
+            gc.set_threshold(allocations)
+            Garbage()
+            assert parse(PYTHON, TOOLS).tool_calls == calls
+            Garbage()
+            assert value_of("{'a': [1, None]}", {"properties": {"x": {"type": "object"}}}, "x") == {"a": [1, None]}
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_calls_in_python_are_read_and_never_run() -> None:

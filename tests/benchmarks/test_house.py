@@ -9,6 +9,7 @@ import pytest
 from benchmarks import house
 from tests.processes import program
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
 # what an exact request needs none of: loaded by the first request, page or caller that does
 UNUSED = (
     "adapters",

@@ -74,6 +74,13 @@ def test_module_is_the_command() -> None:
     assert done.stdout == f"agentcache {__version__}\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "agentcache", "--version"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "agentcache: its output cannot be written: No space left on device\n")
+
+
 def test_doctor_json_says_versions_machine_and_numerics() -> None:
     code, said = _run("doctor", "--json")
     report = json.loads(said)

@@ -207,6 +207,8 @@ def test_a_name_that_several_groups_have_is_asked_about(place: Path) -> None:
 @pytest.mark.parametrize("verb", [["inspect", "none"], ["export", "none", "file"], ["prune", "--group", "none"]])
 def test_a_name_that_no_group_has(place: Path, verb: list[str]) -> None:
     assert "no tool group 'none': `agentcache ls` shows" in refused(*verb, "--store", place)
+    of_session = [name.replace("none", "session:none") for name in verb]
+    assert "no session 'none': `agentcache ls` shows" in refused(*of_session, "--store", place)
     assert "in namespace 'x'" in refused(*verb, "--store", place, "--namespace", "x")
 
 
@@ -253,6 +255,11 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, verb: list[str]) 
     assert "there is no store" in refused(*verb, env={"AGENTCACHE_DIR": str(tmp_path / "none")})
     assert "AGENTCACHE_DIR=''" in refused(*verb, env={"AGENTCACHE_DIR": ""})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", [["ls", "--namespace"], ["inspect"], ["prune", "--group"], ["prune", "--namespace"]])
+def test_a_name_of_other_bytes_is_told(place: Path, verb: list[str]) -> None:
+    assert refused(*verb, "half \udcff", "--store", place).startswith("agentcache: 'half \\udcff' names nothing in a store")
 
 
 @pytest.mark.parametrize("verb", READERS)
@@ -421,6 +428,17 @@ def test_doctor_makes_no_store_and_needs_none(tmp_path: Path) -> None:
     assert told("doctor", "--store", tmp_path / "none")["store"]["state"] == "not made yet"
     assert not (tmp_path / "none").exists()
     assert told("doctor")["store"] == {"folder": "none: AGENTCACHE_DIR is set to nothing"}
+
+
+def test_doctor_names_what_keeps_a_store_from_being_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a text")
+    (tmp_path / "full").mkdir(mode=0o700)
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "open").mkdir(mode=0o755)
+    whys = {"file": "is not what it should be", "file/below": "is no folder", "full": "holds 'file'", "open": "chmod 700"}
+    for place, why in whys.items():
+        found = told("doctor", "--store", tmp_path / place, code=1)["store"]
+        assert (found["state"], why in found["problem"]) == ("not made yet", True)
 
 
 def test_doctor_names_what_is_wrong_with_the_store(place: Path) -> None:

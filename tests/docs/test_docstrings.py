@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
 from tests.checkout import ROOT
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
 CLAUSE = re.compile(r"(What|Whether|How|Where|Of|As)\b")
 PACKAGE = ROOT / "agentcache"
 # files with docstrings that do not: no entry may join

@@ -128,6 +128,16 @@ def test_kernels_compute_a_product(kernel: Any, dtype: torch.dtype, biased: bool
     assert ours.abs().max() <= 2 * stock.abs().max() + 1e-5
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("function", [functional.gelu, functional.silu])
+def test_activations_of_cuts_see_no_other_rows(function: Any, count: int, threads: Callable[[int], None]) -> None:
+    threads(count)
+    gate, _ = numerics.pattern(512, 2 * 128, torch.float32, CPU, 0).chunk(2, -1)  # as of modules that compute gate and up in one product
+    with RowPureLinear("aten"):
+        whole = function(gate)
+        assert all(torch.equal(function(gate[at : at + rows]), whole[at : at + rows]) for rows in (1, 2, 119, 247) for at in (0, 3))
+
+
 def test_modules_run_on_the_kernel_only_inside_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     original = dispatch.linear

@@ -35,8 +35,9 @@ def test_filters_keep_what_they_should() -> None:
     assert draw(logits) == {0, 1, 2, 3}
     assert draw(logits, top_k=2) == {0, 1}
     assert draw(logits, top_k=99) == {0, 1, 2, 3}
+    assert draw(logits, top_k=-1) == {0, 1, 2, 3}, "off, as in vLLM"
     assert draw(logits, top_p=0.75) == {0, 1}
-    assert draw(logits, top_p=1e-9) == {0}
+    assert draw(logits, top_p=1e-9) == draw(logits, top_p=0) == {0}
     assert draw(logits, min_p=0.25) == {0, 1, 2}
     assert draw(logits, temperature=0.02) == {0}
     assert draw(logits, temperature=1e-300) == {0}, "logits divided by almost nothing are infinite"
@@ -220,8 +221,8 @@ def test_every_eos_of_the_generation_config_ends() -> None:
 BAD: list[tuple[str, Any]] = [
     *[("max_tokens", value) for value in (0, -1, 1.5, "9", True, None)],
     *[("temperature", value) for value in (-0.1, float("nan"), float("inf"), "hot")],
-    *[("top_p", value) for value in (0.0, -1, 1.01, float("nan"), "all")],
-    *[("top_k", value) for value in (-1, 2.5, True)],
+    *[("top_p", value) for value in (-0.1, -1, 1.01, float("nan"), "all")],
+    *[("top_k", value) for value in (-2, 2.5, True)],
     *[("min_p", value) for value in (-0.1, 1.0, float("nan"))],
     *[("repetition_penalty", value) for value in (0.0, -2, float("inf"), float("nan"))],
     *[("seed", value) for value in (-1, 1 << 64, 1.5, "x")],

@@ -201,6 +201,8 @@ def test_a_seed_draws_the_same_answer(served: Served) -> None:
     asked = {"messages": ASKED, "temperature": 1.5, "max_tokens": 12}
     with served.client() as http:
         said = [http.post("/v1/chat/completions", json={**asked, "seed": seed}).json()["choices"][0] for seed in (7, 7, -3)]
+        greedy = http.post("/v1/chat/completions", json={**asked, "temperature": 0}).json()["choices"][0]
+        assert http.post("/v1/chat/completions", json={**asked, "top_p": 0, "top_k": -1}).json()["choices"][0] == greedy
     assert said[0] == said[1] != said[2]
 
 

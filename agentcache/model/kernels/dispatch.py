@@ -180,7 +180,7 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
 def elementwise(function: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
     """A function of each number of x, such as a sigmoid, by whole vectors in each thread's part: a row does not see those beside it."""
     whole = _whole_vectors(x.numel(), torch.get_num_threads())
-    if x.device.type != "cpu" or (whole == x.numel() and (x.is_contiguous() or x.shape[-1] % VECTORS == 0)):
+    if x.device.type != "cpu" or (whole == x.numel() and x.is_contiguous()):  # gelu has other code, of other bits, for cuts
         return function(x, *others, **options)
     padded = functional.pad(x.reshape(-1), (0, whole - x.numel()))
     return function(padded, *others, **options)[: x.numel()].view(x.shape)

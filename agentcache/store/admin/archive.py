@@ -274,6 +274,9 @@ def _renamed(told: ToolGroup, name: str | None) -> str:
         return SESSION + named.removeprefix(SESSION)
     if named.startswith(SESSION):
         raise ConfigError(f"name={named!r}: the archive holds a tool group, no session; give another --name")
+    if told.documents:  # of texts `name` renames what they are learnt under: a pack has a number after it
+        number = told.name.removeprefix(told.documents)
+        return named.removesuffix(number) + number
     return named
 
 

@@ -143,7 +143,9 @@ class Database:
                 except sqlite3.Error as error:
                     if not _busy(error) or time.monotonic() > until:
                         raise _named(error, self.path) from error
-                except (OSError, UnicodeEncodeError) as error:
+                except UnicodeEncodeError as error:
+                    raise StoreError(f"{error.object[:80]!r} names nothing in a store: give a text that UTF-8 can write") from error
+                except OSError as error:
                     if isinstance(error, StoreError):
                         raise
                     raise StoreError(f"the index {str(self.path)!r} cannot be used: {error}") from error

@@ -174,6 +174,22 @@ def _prepare(place: Path, create: bool, secret: bytes | None) -> bool:
     return writable
 
 
+def check_room(place: Path) -> None:
+    """StoreError: something that is there keeps a store from being made at this place, where there is none."""
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if there == place:
+        check(place, stat.S_ISDIR)
+        _check_empty(place)
+    elif not there.is_dir():
+        raise StoreFormatError(f"{str(there)!r} is no folder: name another place")
+
+
+def _check_empty(place: Path) -> None:
+    strange = [name for name in sorted(os.listdir(place)) if not name.startswith(OURS)]
+    if strange:
+        raise StoreFormatError(f"{str(place)!r} holds {strange[0]!r} and is no store: name an empty folder")
+
+
 def _can_write(place: Path) -> bool:
     """By permission and by what the owner's mode says, which does not bind root."""
     paths = [path for path in (place, place / "blobs", place / INDEX) if path.exists()]
@@ -184,9 +200,7 @@ def _finish(place: Path, secret: bytes | None) -> None:
     """Make the contents of a new folder, or of one whose making was interrupted. Called under the lock; `format` comes last."""
     if (place / "format").exists():  # another process was faster
         return
-    strange = [name for name in sorted(os.listdir(place)) if not name.startswith(OURS)]
-    if strange:
-        raise StoreFormatError(f"{str(place)!r} holds {strange[0]!r} and is no store: name an empty folder")
+    _check_empty(place)
     if not (place / "key").exists():
         put(place / "key", secrets.token_bytes(KEY_BYTES))
     mac_key = (place / "key").read_bytes()

@@ -5,7 +5,6 @@ retired    role of a turn, used longest ago: the first that go where room is sho
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from ..keys import Role
@@ -32,8 +31,7 @@ def retire(index: Index, keys: Iterable[str], fingerprint: str) -> frozenset[byt
 
 def end_leases(index: Index) -> list[ToolGroup]:
     """Forget the sessions whose lease is over, and retire their pages; returns their manifests."""
-    now = time.time()
-    over = [group for group in index.groups() if 0 < group.lease_end < now]
+    over = [group for group in index.groups() if group.over]
     if over and index.folder.writable:
         # one that was recorded again meanwhile has another time
         sql = "DELETE FROM groups WHERE namespace = ? AND name = ? AND fingerprint = ? AND created = ?"

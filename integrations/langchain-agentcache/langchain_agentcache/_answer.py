@@ -25,12 +25,16 @@ ASK = "Give the answer as JSON."
 class Answer:
     """The answer that `stream` begins. Leaving it early frees the device; use it as a context manager.
 
-    formed: the stream's call is the object. then: opens the request that makes an object of a message without calls.
+    formed: the stream's call is the object. then: opens the request that makes an object of a message without calls. form: the tool that
+    shows its schema; before that request its calls are none.
     tell: warn of what was computed again. draft: the receipt of the first request, once there is a second one.
     """
 
-    def __init__(self, stream: Stream, *, formed: bool = False, then: Callable[[Message], Stream] | None = None, tell: bool = True) -> None:
-        self._stream, self._formed, self._then, self._tell = stream, formed, then, tell
+    def __init__(
+        self, stream: Stream, *, formed: bool = False, then: Callable[[Message], Stream] | None = None, form: str = "", tell: bool = True
+    ) -> None:
+        self._stream, self._formed, self._then, self._form, self._tell = stream, formed, then, form, tell
+        self._early = set[int]()  # calls of the form
         self._words: list[Delta] = []  # of the first request: told only if a call follows
         self._thought: str | None = None
         self._closed = False
@@ -74,6 +78,10 @@ class Answer:
     def _passed(self, delta: Delta) -> list[Delta]:
         if self._formed:
             return [Delta("text", delta.text)] if delta.kind == "arguments" else [delta] if delta.kind == "reasoning" else []
+        if delta.kind == "call" and delta.text == self._form:
+            self._early.add(delta.index)
+        if delta.kind != "text" and delta.kind != "reasoning" and delta.index in self._early:
+            return []
         if self._then is None or delta.kind == "reasoning":
             return [delta]
         if delta.kind == "text":
@@ -87,15 +95,19 @@ class Answer:
         if self._then is None:
             return False
         done, then, self._then = self._stream.completion, self._then, None
-        if done.message.tool_calls or done.invalid_calls:
+        said = self._without_form(done.message)
+        if said.tool_calls or done.invalid_calls:
             return False
         if self._closed:
             raise CancelledError("the answer was closed before it ended")
         self._words, self._thought, self.draft = [], done.message.reasoning, done.receipt
-        self._stream, self._formed = then(done.message), True
+        self._stream, self._formed = then(said), True
         if self._closed:
             self._stream.close()
         return True
+
+    def _without_form(self, message: Message) -> Message:
+        return replace(message, tool_calls=tuple(call for call in message.tool_calls if call.name != self._form))
 
     def _read(self, done: Completion) -> Completion:
         if self._tell:
@@ -104,7 +116,7 @@ class Answer:
         tell_shortened(done)
         if not self._formed:
             tell_empty(done)
-            return done
+            return replace(done, message=self._without_form(done.message))
         if done.cut or not done.message.tool_calls:
             raise OutputCutError(done.receipt.finish_reason, done.receipt.completion_tokens, done.text)
         said = json.dumps(dict(done.message.tool_calls[0].arguments), ensure_ascii=False)

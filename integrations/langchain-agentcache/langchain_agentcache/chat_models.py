@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from agentcache import Constraint, Message, Stream, Tool
+from agentcache.errors import ToolSchemaError
 
 from . import _pins
 from ._answer import ASK, Answer
@@ -190,7 +191,13 @@ class ChatAgentCache(ChatSettings):
             if not can:
                 return Answer(asked(said, Constraint(form.name)), formed=True, tell=tell), pins
             then = None if must else lambda message: asked([*said, message, Message("user", ASK)], Constraint(form.name))
-            return Answer(asked(said, limits), then=then, tell=tell), pins
+            try:
+                stream = asked(said, limits)
+            except ToolSchemaError:
+                if self._limits(tools, None, {**kwargs, "response_format": "text"}) is not None:
+                    raise
+                stream = asked(said, None)  # it was held for the form's sake alone: a call of the form is none
+            return Answer(stream, then=then, form=form.name, tell=tell), pins
 
     def _shown_form(self, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Tool | None:
         """The tool that shows the schema of the answer, None where it is held to it without being shown."""

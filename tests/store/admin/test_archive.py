@@ -144,6 +144,14 @@ def test_another_name_and_namespace_have_other_keys(other: Index, file: Path) ->
     assert {found.relative_to(other.folder.path).parts[0] for found in blob_bytes(other.folder)} == {"blobs"}
 
 
+@pytest.mark.parametrize("name", [None, "papers/old", "papers/old/0a"])
+def test_renamed_texts_are_learnt_under_that_name(index: Index, other: Index, tmp_path: Path, name: str | None) -> None:
+    index.put_group(pack := replace(index.groups()[0], name="notes/0a", sources=(("one", "ab", 1200),)))
+    export_group(index.folder, index, pack, tmp_path / "notes.group")
+    group = import_group(other.folder, other, tmp_path / "notes.group", name=name).group
+    assert (group.name, group.documents) == (("papers/old/0a", "papers/old") if name else ("notes/0a", "notes"))
+
+
 def test_importing_twice_writes_once(other: Index, file: Path) -> None:
     import_group(other.folder, other, file)
     before = blob_bytes(other.folder)

@@ -10,6 +10,7 @@ import script
 from harbour import ASKED, tide
 from langchain.agents import create_agent
 from langchain_agentcache import AgentCacheMiddleware, CacheCounts, ChatAgentCache
+from langchain_agentcache.errors import ModelInvalidRequestError
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
@@ -135,3 +136,24 @@ def test_the_schema_is_shown_in_one_place(shown: Any) -> None:
     assert (names, limits.schema["title"]) == ([], "tide"), "held to it, and not shown"
     ((names, limits, _),) = shown(response_format=form_of(type="array", items={"type": "integer"}, maxItems=3))
     assert (names, limits.schema["type"]) == ([], "array"), "no object, no tool"
+
+
+@tool
+def tag_ship(tags: set[str]) -> str:
+    """Tag a ship."""
+    return "tagged"
+
+
+@pytest.mark.parametrize("text", ["It is at noon.", script.call("tide", hour=7), script.call("tag_ship", tags=["a"])])
+async def test_a_set_among_the_tools_leaves_the_form(chat: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    def said(messages: Any, tools: Any, limits: Any) -> str | None:
+        return text if limits is None else script.call("tide", hour=12) if limits.calls else None
+
+    monkeypatch.setattr(script, "answer", said)
+    model = chat(max_tokens=60).bind_tools([tag_ship], response_format=SMALL)
+    chunks = list(model.stream(ASKED))
+    for answer in (model.invoke(ASKED), sum(chunks[1:], chunks[0]), await model.ainvoke(ASKED)):
+        assert [each["name"] for each in answer.tool_calls] == (["tag_ship"] if "tag_ship" in text else [])
+        assert answer.tool_calls or json.loads(answer.text) == {"hour": 12}
+    with pytest.raises(ModelInvalidRequestError, match="uniqueItems"):
+        model.invoke(ASKED, strict=True)
