@@ -106,8 +106,10 @@ def whose(lines: Sequence[Conversation], request: Request) -> Conversation | Non
 def foreign(last: Request, request: Request) -> bool:
     """True if both tools and the beginning of the system text are others: an agent to whom a task was handed, with the messages so far."""
     old, new = _start(last), _start(request)
-    others = {tool.name for tool in last.tools} != {tool.name for tool in request.tools}
-    return bool(others and old and new) and not similar(old, new, SIMILAR)
+    had, has = {tool.name for tool in last.tools}, {tool.name for tool in request.tools}
+    if old and new:
+        return had != has and not similar(old, new, SIMILAR)
+    return had != has and old != new and not had & has  # one has no system text, as an agent for which another model chooses the tools
 
 
 def _likest(lines: Sequence[Conversation], request: Request) -> Conversation | None:

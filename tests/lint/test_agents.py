@@ -168,13 +168,19 @@ def test_a_clock_in_a_replaced_history_is_still_one_conversation() -> None:
     assert len(found.findings) == 5
 
 
-@pytest.mark.parametrize("shared", [[], TOOLS])
-def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any]) -> None:
-    """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id."""
+METEOROLOGIST = "Meteorologist on duty: report the wind in plain words, and say when a gale warning is out."
+
+
+@pytest.mark.parametrize(("shared", "told"), [([], METEOROLOGIST), (TOOLS, METEOROLOGIST), ([], "")])
+def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any], told: str) -> None:
+    """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id.
+
+    An agent without a system text is one for which LangChain's LLMToolSelectorMiddleware asks another model.
+    """
     bodies = []
     for body in conversation(2):
-        own = {"role": "system", "content": "Meteorologist on duty: report the wind in plain words, and say when a gale warning is out."}
-        bodies += [body, {"messages": [own, *body["messages"][1:]], "tools": [*shared, tool("wind")]}]
+        own = [{"role": "system", "content": told}] if told else []
+        bodies += [body, {"messages": [*own, *body["messages"][1:]], "tools": [*shared, tool("wind")]}]
     found = lint(bodies)
     assert (found.conversations, found.findings) == (2, [])
     assert found.totals()["reused_share"] > 0.5
