@@ -179,7 +179,7 @@ async def facts(request: Request, model: str | None = None) -> Response:
 
     def told(engine: Engine, tenant: Tenant) -> dict[str, Any]:
         said = {"name": engine.name, "context_tokens": engine.model.context_tokens, "namespace": tenant.namespace}
-        return {**asdict(ModelFacts.of_engine(engine)), **said}
+        return {**asdict(ModelFacts.of_engine(engine)), **said, "eos_token_id": engine.tokenizer.eos_token_id}
 
     return JSONResponse(await _run(request, model, told))
 
