@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
@@ -105,6 +106,13 @@ class ChatSettings(Settings, BaseChatModel):
     @override
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         return super()._get_invocation_params(stop=self.stop if stop is None else stop, **kwargs)
+
+    @override
+    def _combine_llm_outputs(self, llm_outputs: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """What `generate` tells of several answers: their tokens together. Streamed ones tell theirs in `usage_metadata` only."""
+        told = [each for each in llm_outputs if each]
+        used = sum((Counter(each["token_usage"]) for each in told), Counter[str]())
+        return {**told[-1], "token_usage": dict(used)} if told else {}
 
     @override
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
