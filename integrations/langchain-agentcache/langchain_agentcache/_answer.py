@@ -32,6 +32,7 @@ class Answer:
     def __init__(self, stream: Stream, *, formed: bool = False, then: Callable[[Message], Stream] | None = None, tell: bool = True) -> None:
         self._stream, self._formed, self._then, self._tell = stream, formed, then, tell
         self._words: list[Delta] = []  # of the first request: told only if a call follows
+        self._text = ""  # of the first request, as far as its deltas are text
         self._thought: str | None = None
         self._closed = False
         self.draft: Receipt | None = None
@@ -43,7 +44,7 @@ class Answer:
         if self._goes_on():
             for delta in self._stream.deltas():
                 yield from self._passed(delta)
-        yield from self._words
+        yield from self._rest()
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """The same for `async for`."""
@@ -54,7 +55,7 @@ class Answer:
             async for delta in self._stream.adeltas():
                 for each in self._passed(delta):
                     yield each
-        for each in self._words:
+        for each in self._rest():
             yield each
 
     def completed(self) -> Completion:
@@ -74,6 +75,8 @@ class Answer:
     def _passed(self, delta: Delta) -> list[Delta]:
         if self._formed:
             return [Delta("text", delta.text)] if delta.kind == "arguments" else [delta] if delta.kind == "reasoning" else []
+        if delta.kind == "text":
+            self._text += delta.text
         if self._then is None or delta.kind == "reasoning":
             return [delta]
         if delta.kind == "text":
@@ -81,6 +84,12 @@ class Answer:
             return []
         told, self._words = [*self._words, delta], []
         return told
+
+    def _rest(self) -> list[Delta]:
+        """What was not told yet: words that no call followed, and the text of a call that is none, which belongs to the content."""
+        content = self._stream.completion.message.content
+        untold = content[len(self._text) :] if not self._formed and content.startswith(self._text) else ""
+        return [*self._words, *([Delta("text", untold)] if untold else [])]
 
     def _goes_on(self) -> bool:
         """Whether a second request follows; opens it."""
