@@ -184,3 +184,14 @@ def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any], told: str
     found = lint(bodies)
     assert (found.conversations, found.findings) == (2, [])
     assert found.totals()["reused_share"] > 0.5
+
+
+@pytest.mark.parametrize(("other", "told"), [(METEOROLOGIST, 0), ("Answer from these passages:\n1. The quay opens at 6.", 3)])
+def test_calls_without_tools_are_told_apart_by_system_texts(other: str, told: int) -> None:
+    """A router asks about each question, in words of its own, before the agent answers it; passages are another text of the same one."""
+    own, bodies = "Answer from these passages:\n1. The mole has a lamp.", []
+    for body in conversation(2)[:2]:
+        asked = body["messages"][1:]
+        bodies += [{"messages": [{"role": "system", "content": text}, *asked]} for text in (own, other)]
+    found = lint(bodies)
+    assert (found.conversations, len(found.findings)) == (1 if told else 2, told)
