@@ -195,3 +195,12 @@ def test_calls_without_tools_are_told_apart_by_system_texts(other: str, told: in
         bodies += [{"messages": [{"role": "system", "content": text}, *asked]} for text in (own, other)]
     found = lint(bodies)
     assert (found.conversations, len(found.findings)) == (1 if told else 2, told)
+
+
+def test_summaries_that_are_asked_for_replace_no_history() -> None:
+    """As LlamaIndex's SummaryExtractor asks for one of each passage."""
+    asked = "Here is the content of the section:\nn: {0}\n\nHarbour {0} has high water at {0}:05; its keeper is called Tom{0}.\n\n" + (
+        "Summarize the key topics and entities of the section. \n\nSummary: "
+    )
+    found = lint([{"messages": [{"role": "user", "content": asked.format(number)}]} for number in range(4)])
+    assert (found.conversations, found.findings) == (4, [])
