@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from .agents import Conversation, Words, foreign, front_of, share, whose
-from .history import alike, similar, speaks_of_summary
+from .history import alike, speaks_of_summary
 from .values import Request, Said
 from .volatile import masked
 
@@ -159,7 +159,7 @@ class Conversations:
             return not request.prompt.startswith(last.prompt or "") and _tail(last) not in masked(request.prompt)
         shown = self._demonstrated(last, request)
         if 0 < shown == len(request.history) - 1 < len(last.history) and request.history[-1].role == last.history[shown].role == "user":
-            return not similar(last.history[shown].content, request.history[-1].content)
+            return True
         begun = len(request.history) < len(last.history) and marks.keys() <= track.marks.keys()
         return begun and all(said.role != "assistant" for said in request.history)
 

@@ -204,3 +204,11 @@ def test_summaries_that_are_asked_for_replace_no_history() -> None:
     )
     found = lint([{"messages": [{"role": "user", "content": asked.format(number)}]} for number in range(4)])
     assert (found.conversations, found.findings) == (4, [])
+
+
+def test_each_question_after_the_same_examples_is_another_one() -> None:
+    """However alike: nothing of an earlier question is sent again, and its answer is not."""
+    shown = [{"role": role, "content": f"An example of what the {role} writes down."} for role in ("user", "assistant")]
+    asked = "What does the keeper write down on day {0} of the month, and why would anyone ask him of such a thing as that?"
+    found = lint([{"messages": [*shown, {"role": "user", "content": asked.format(day)}]} for day in range(4)])
+    assert (found.conversations, found.findings) == (4, [])
