@@ -28,7 +28,10 @@ class CacheCounts(BaseCallbackHandler):
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         """Count an answer that has ended."""
         for generation in (one for some in response.generations for one in some):
-            said = generation.message.response_metadata if isinstance(generation, ChatGeneration) else generation.generation_info or {}
+            message = generation.message if isinstance(generation, ChatGeneration) else None
+            if "total_cost" in (getattr(message, "usage_metadata", None) or {}):
+                continue  # LangChain's mark of an answer out of its own cache: the engine was not asked
+            said = message.response_metadata if message is not None else generation.generation_info or {}
             if (account := said.get("agentcache")) is not None:
                 for told in filter(None, (account, account.get("draft"))):
                     self._heard.hear({**told, "finish_reason": said.get("finish_reason")})
