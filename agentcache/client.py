@@ -60,6 +60,12 @@ class RemoteModel:
         """The most tokens of prompt and completion together."""
         return int(self.facts["context_tokens"])
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer, with which a scripted one ends."""
+        found: int | None = self.facts["eos_token_id"]
+        return found
+
     def __call__(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
         """The token ids of a text, without special tokens, in the shape of transformers' tokenizers."""
         if add_special_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,9 @@ class ModelFacts:
 
     @classmethod
     def of_engine(cls, engine: Engine, *, chat_template: str | None = None) -> ModelFacts:
-        """Read the facts of the model that an engine runs."""
+        """Read the facts of the model that an engine runs, of a RemoteEngine as its server tells them."""
+        if isinstance(told := getattr(engine.model, "facts", None), Mapping):
+            return cls(**{each.name: told.get(each.name) for each in fields(cls)})
         said = {name: getattr(engine.tokenizer, name, None) for name in ("chat_template", "response_template")}
         if isinstance(many := said["chat_template"], dict):  # several, by name
             said["chat_template"] = many.get("tool_use") or many.get("default")

@@ -422,6 +422,22 @@ def test_an_answer_forgotten_while_it_ran_moves_no_session(running: Engine) -> N
     assert running.store.audit().get("groups", 0) == 0
 
 
+def test_a_session_is_forgotten_while_its_answer_waits_for_disk(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        session = running.session("alice")
+        said, _ = talk(session, FIRST)
+        assert running.flush()
+        assert running.store.disk
+        written = threading.Event()
+        running.store.disk.writer.after(lambda: written.wait(60))
+        talk(session, FIRST, SECOND)
+        assert running.forget(session="alice").groups == ("session:alice",)
+        written.set()
+        assert running.flush()
+        assert (session.tokens, running.store.audit()["groups"]) == (0, 0)
+        assert running.generate(said, sampling=decode(1), session="alice").receipt.resumed == ""
+
+
 def test_a_forgotten_session_leaves_no_ids_of_its_answers(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         talk(running.session("alice"), FIRST, SECOND)

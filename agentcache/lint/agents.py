@@ -104,10 +104,12 @@ def whose(lines: Sequence[Conversation], request: Request) -> Conversation | Non
 
 
 def foreign(last: Request, request: Request) -> bool:
-    """True if both tools and the beginning of the system text are others: an agent to whom a task was handed, with the messages so far."""
+    """True if this is another agent, with the messages so far: its tools and system text are others, or all of that without tools."""
     old, new = _start(last), _start(request)
-    others = {tool.name for tool in last.tools} != {tool.name for tool in request.tools}
-    return bool(others and old and new) and not similar(old, new, SIMILAR)
+    had, has = {tool.name for tool in last.tools}, {tool.name for tool in request.tools}
+    if old and new:
+        return (had != has and not similar(old, new, SIMILAR)) or not (had or has or similar(old, new))
+    return had != has and old != new and not had & has  # one has no system text, as an agent for which another model chooses the tools
 
 
 def _likest(lines: Sequence[Conversation], request: Request) -> Conversation | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from .agents import Conversation, Words, foreign, front_of, share, whose
-from .history import alike, similar, speaks_of_summary
+from .history import alike, speaks_of_summary
 from .values import Request, Said
 from .volatile import masked
 
@@ -134,14 +134,16 @@ class Conversations:
 
     def _replaced(self, request: Request) -> str | None:
         """The open conversation that this one may be with its history replaced: a request in the middle of a task without a beginning."""
-        told = [*request.system[1:], *request.history[:1]]
-        if _begins(request) and not any(speaks_of_summary(said.content) for said in told):
+        told, begins = [*request.system[1:], *request.history[:1]], _begins(request)
+        if begins and not any(speaks_of_summary(said.content) for said in told):
             return None
         front, words = front_of(request), Words.of(request)
         best, best_score = None, 0.0
         for at, (name, track) in enumerate(islice(reversed(self._open.items()), NEAR)):
             last = track.last
             if not track.followed or last.track is not None or track.front != front or self._demonstrated(last, request):
+                continue
+            if begins and _begins(last):  # nothing was answered that could be summarised: each asks for a summary, as of one passage
                 continue
             score = share(words.naming, track.words.naming) + NEWEST * (at == 0)
             if score >= NEWEST and score > best_score and words.overlap(track.words):  # the newest wins a tie
@@ -157,7 +159,7 @@ class Conversations:
             return not request.prompt.startswith(last.prompt or "") and _tail(last) not in masked(request.prompt)
         shown = self._demonstrated(last, request)
         if 0 < shown == len(request.history) - 1 < len(last.history) and request.history[-1].role == last.history[shown].role == "user":
-            return not similar(last.history[shown].content, request.history[-1].content)
+            return True
         begun = len(request.history) < len(last.history) and marks.keys() <= track.marks.keys()
         return begun and all(said.role != "assistant" for said in request.history)
 

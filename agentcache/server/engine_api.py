@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..documents import PACK_TOKENS
 from ..errors import ConfigError, PolicyError
+from ..model_facts import ModelFacts
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
 from .answers import EVENTS, Answer, EventStream, opened, sse
 from .chat import failed_event
@@ -175,8 +176,12 @@ async def _run(request: Request, model: str | None, work: Callable[[Engine, Tena
 @router.get("")
 async def facts(request: Request, model: str | None = None) -> Response:
     """Tell what a client asks about a model before it uses it."""
-    told = await _run(request, model, lambda engine, _: {"name": engine.name, "context_tokens": engine.model.context_tokens})
-    return JSONResponse({**told, "namespace": request.state.tenant.namespace})
+
+    def told(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        said = {"name": engine.name, "context_tokens": engine.model.context_tokens, "namespace": tenant.namespace}
+        return {**asdict(ModelFacts.of_engine(engine)), **said, "eos_token_id": engine.tokenizer.eos_token_id}
+
+    return JSONResponse(await _run(request, model, told))
 
 
 @router.post("/render")

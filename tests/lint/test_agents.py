@@ -168,13 +168,47 @@ def test_a_clock_in_a_replaced_history_is_still_one_conversation() -> None:
     assert len(found.findings) == 5
 
 
-@pytest.mark.parametrize("shared", [[], TOOLS])
-def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any]) -> None:
-    """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id."""
+METEOROLOGIST = "Meteorologist on duty: report the wind in plain words, and say when a gale warning is out."
+
+
+@pytest.mark.parametrize(("shared", "told"), [([], METEOROLOGIST), (TOOLS, METEOROLOGIST), ([], "")])
+def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any], told: str) -> None:
+    """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id.
+
+    An agent without a system text is one for which LangChain's LLMToolSelectorMiddleware asks another model.
+    """
     bodies = []
     for body in conversation(2):
-        own = {"role": "system", "content": "Meteorologist on duty: report the wind in plain words, and say when a gale warning is out."}
-        bodies += [body, {"messages": [own, *body["messages"][1:]], "tools": [*shared, tool("wind")]}]
+        own = [{"role": "system", "content": told}] if told else []
+        bodies += [body, {"messages": [*own, *body["messages"][1:]], "tools": [*shared, tool("wind")]}]
     found = lint(bodies)
     assert (found.conversations, found.findings) == (2, [])
     assert found.totals()["reused_share"] > 0.5
+
+
+@pytest.mark.parametrize(("other", "told"), [(METEOROLOGIST, 0), ("Answer from these passages:\n1. The quay opens at 6.", 3)])
+def test_calls_without_tools_are_told_apart_by_system_texts(other: str, told: int) -> None:
+    """A router asks about each question, in words of its own, before the agent answers it; passages are another text of the same one."""
+    own, bodies = "Answer from these passages:\n1. The mole has a lamp.", []
+    for body in conversation(2)[:2]:
+        asked = body["messages"][1:]
+        bodies += [{"messages": [{"role": "system", "content": text}, *asked]} for text in (own, other)]
+    found = lint(bodies)
+    assert (found.conversations, len(found.findings)) == (1 if told else 2, told)
+
+
+def test_summaries_that_are_asked_for_replace_no_history() -> None:
+    """As LlamaIndex's SummaryExtractor asks for one of each passage."""
+    asked = "Here is the content of the section:\nn: {0}\n\nHarbour {0} has high water at {0}:05; its keeper is called Tom{0}.\n\n" + (
+        "Summarize the key topics and entities of the section. \n\nSummary: "
+    )
+    found = lint([{"messages": [{"role": "user", "content": asked.format(number)}]} for number in range(4)])
+    assert (found.conversations, found.findings) == (4, [])
+
+
+def test_each_question_after_the_same_examples_is_another_one() -> None:
+    """However alike: nothing of an earlier question is sent again, and its answer is not."""
+    shown = [{"role": role, "content": f"An example of what the {role} writes down."} for role in ("user", "assistant")]
+    asked = "What does the keeper write down on day {0} of the month, and why would anyone ask him of such a thing as that?"
+    found = lint([{"messages": [*shown, {"role": "user", "content": asked.format(day)}]} for day in range(4)])
+    assert (found.conversations, found.findings) == (4, [])

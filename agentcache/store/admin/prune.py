@@ -96,7 +96,8 @@ def prune(
     if untold is not None:  # the disk was full, for all who write
         index.record_deletion(untold)
     for found in names:
-        index.drop_group(found.namespace, found.name, found.fingerprint, found.created or None)  # not one that was recorded meanwhile
+        until = found.created or math.inf  # not one that was recorded meanwhile, but the last but one where the last waits to be written
+        index.drop_group(found.namespace, found.name, found.fingerprint, until)
     if max_bytes is None and group is None:
         done.splices = index.drop_splices(namespace, before)
         index.drop_segments(namespace, before)

@@ -5,6 +5,7 @@ Pins belong to processes (process_identity.py) and end with them; nothing has to
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -175,10 +176,10 @@ class IndexMetadata:
         except StoreError:
             return None
 
-    def drop_group(self, namespace: str, name: str, fingerprint: str | None = None, created: float | None = None) -> int:
-        """Forget the manifests of that name, or the one made then, not their pages; returns how many."""
-        where, values = _where({"namespace": namespace, "name": name, "fingerprint": fingerprint, "created": created})
-        return self._execute(f"DELETE FROM groups{where}", values)
+    def drop_group(self, namespace: str, name: str, fingerprint: str | None = None, until: float = math.inf) -> int:
+        """Forget the manifests of that name that were made until then, not their pages; returns how many."""
+        where, values = _where({"namespace": namespace, "name": name, "fingerprint": fingerprint})
+        return self._execute(f"DELETE FROM groups{where} AND created <= ?", (*values, until))
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
 

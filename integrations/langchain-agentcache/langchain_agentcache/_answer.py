@@ -36,6 +36,7 @@ class Answer:
         self._stream, self._formed, self._then, self._form, self._tell = stream, formed, then, form, tell
         self._early = set[int]()  # calls of the form
         self._words: list[Delta] = []  # of the first request: told only if a call follows
+        self._text = ""  # of the first request, as far as its deltas are text
         self._thought: str | None = None
         self._closed = False
         self.draft: Receipt | None = None
@@ -47,7 +48,7 @@ class Answer:
         if self._goes_on():
             for delta in self._stream.deltas():
                 yield from self._passed(delta)
-        yield from self._words
+        yield from self._rest()
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """The same for `async for`."""
@@ -58,7 +59,7 @@ class Answer:
             async for delta in self._stream.adeltas():
                 for each in self._passed(delta):
                     yield each
-        for each in self._words:
+        for each in self._rest():
             yield each
 
     def completed(self) -> Completion:
@@ -82,6 +83,8 @@ class Answer:
             self._early.add(delta.index)
         if delta.kind != "text" and delta.kind != "reasoning" and delta.index in self._early:
             return []
+        if delta.kind == "text":
+            self._text += delta.text
         if self._then is None or delta.kind == "reasoning":
             return [delta]
         if delta.kind == "text":
@@ -89,6 +92,12 @@ class Answer:
             return []
         told, self._words = [*self._words, delta], []
         return told
+
+    def _rest(self) -> list[Delta]:
+        """What was not told yet: words that no call followed, and the text of a call that is none, which belongs to the content."""
+        content = self._stream.completion.message.content
+        untold = content[len(self._text) :] if not self._formed and content.startswith(self._text) else ""
+        return [*self._words, *([Delta("text", untold)] if untold else [])]
 
     def _goes_on(self) -> bool:
         """Whether a second request follows; opens it."""

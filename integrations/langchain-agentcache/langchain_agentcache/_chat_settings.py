@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from langchain_core.language_models import ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import BaseMessage, HumanMessage
 from typing_extensions import Self, override
 
-from agentcache import Engine, Message, ToolGroup
+from agentcache import Engine, Message, ModelFacts, ToolGroup
 from agentcache import errors as own
 
 from ._caller_warnings import tell_once
@@ -58,7 +59,26 @@ class ChatSettings(Settings, BaseChatModel):
 
     @override
     def _resolve_model_profile(self) -> ModelProfile | None:
-        return profile_of(self.model, self.engine, self.num_ctx, self.chat_template, self.revision)
+        if self.engine is not None:
+            return self._profile_of(self.engine)
+        if self.base_url is not None:  # the name there is no file's here; load() asks the server
+            return profile_of(self.model, ModelFacts(), self.num_ctx)
+        return profile_of(
+            self.model, ModelFacts.of_files(self.model, revision=self.revision, chat_template=self.chat_template), self.num_ctx
+        )
+
+    def _profile_of(self, engine: Engine) -> ModelProfile:
+        with translated():
+            facts = ModelFacts.of_engine(engine, chat_template=self.chat_template)
+            return profile_of(self.model or str(engine.name), facts, self.num_ctx)
+
+    @override
+    def load(self) -> Self:
+        """Load the weights, or ask the server, now instead of at the first request. The profile then tells what they tell."""
+        guessed = self._resolve_model_profile() or {}
+        given = {name: value for name, value in (self.profile or {}).items() if value != guessed.get(name)}
+        self.profile = cast("ModelProfile", {**self._profile_of(self._engine()), **given})
+        return self
 
     def warm(self, system: str | None = None, tools: Sequence[ToolLike] = (), *, name: str | None = None) -> ToolGroup:
         """Compute what every conversation with this system prompt and these tools begins with, and pin it: under `name`, else under
@@ -86,6 +106,13 @@ class ChatSettings(Settings, BaseChatModel):
     @override
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         return super()._get_invocation_params(stop=self.stop if stop is None else stop, **kwargs)
+
+    @override
+    def _combine_llm_outputs(self, llm_outputs: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """What `generate` tells of several answers: their tokens together. Streamed ones tell theirs in `usage_metadata` only."""
+        told = [each for each in llm_outputs if each]
+        used = sum((Counter(each["token_usage"]) for each in told), Counter[str]())
+        return {**told[-1], "token_usage": dict(used)} if told else {}
 
     @override
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:

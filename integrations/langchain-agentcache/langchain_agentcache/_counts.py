@@ -9,6 +9,8 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 
 from agentcache import AnswerCounts
 
+from ._output import told_account
+
 
 class CacheCounts(BaseCallbackHandler):
     """Counts of the answers of all models that it is a callback of, by family and label, as `Engine.stats` has them.
@@ -28,7 +30,11 @@ class CacheCounts(BaseCallbackHandler):
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         """Count an answer that has ended."""
         for generation in (one for some in response.generations for one in some):
-            said = generation.message.response_metadata if isinstance(generation, ChatGeneration) else generation.generation_info or {}
-            if (account := said.get("agentcache")) is not None:
+            if isinstance(generation, ChatGeneration):
+                said, account = generation.message.response_metadata, told_account(generation.message)
+            else:
+                said = generation.generation_info or {}
+                account = said.get("agentcache")
+            if account is not None:
                 for told in filter(None, (account, account.get("draft"))):
                     self._heard.hear({**told, "finish_reason": said.get("finish_reason")})

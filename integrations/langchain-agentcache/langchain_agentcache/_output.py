@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
@@ -51,6 +51,12 @@ def metadata_of(done: Completion, label: str | None, draft: Receipt | None = Non
     if label:
         said["prompt_cache_key"] = label
     return {**said, "agentcache": account}
+
+
+def told_account(message: BaseMessage) -> dict[str, Any] | None:
+    """The receipt in an answer; None in one of LangChain's own cache, for which the engine was not asked."""
+    out_of_cache = "total_cost" in (getattr(message, "usage_metadata", None) or {})  # LangChain's mark
+    return None if out_of_cache else message.response_metadata.get("agentcache")
 
 
 def _account(receipt: Receipt) -> dict[str, Any]:

@@ -6,15 +6,11 @@ from typing import Any, cast
 
 from langchain_core.language_models import ModelProfile
 
-from agentcache import Engine, ModelFacts
+from agentcache import ModelFacts
 
 
-def profile_of(model: str, engine: Engine | None, context: int | None, chat_template: str | None, revision: str | None) -> ModelProfile:
+def profile_of(model: str, facts: ModelFacts, context: int | None) -> ModelProfile:
     """The profile; what cannot be known without downloading something is left out, not guessed."""
-    if engine is None:
-        facts = ModelFacts.of_files(model, revision=revision, chat_template=chat_template)
-    else:
-        facts = ModelFacts.of_engine(engine, chat_template=chat_template)
     limit = min((each for each in (context, facts.context_tokens) if each), default=None)
     told = {
         **dict.fromkeys(("max_input_tokens", "max_output_tokens"), limit),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import uuid
@@ -219,6 +220,9 @@ class Settings(BaseLanguageModel):
         "settings" stands apart from what a call may say under the same names: that is added to it, or replaces it only in part.
         """
         settings: dict[str, Any] = {name: plain(getattr(self, name)) for name in self._deciding()}
+        if self.api_key is not None:  # it is the namespace there
+            key = self.api_key.get_secret_value().encode("utf-8", "surrogatepass")
+            settings["namespace"] = hashlib.blake2b(key, digest_size=8).hexdigest()
         if self.engine is not None:
             settings["engine"] = _identities.setdefault(self.engine, uuid.uuid4().hex)  # a name may stand for several, an id comes again
         said = {name: getattr(self, name) for name in (*SAMPLING, "stop", "reasoning")}

@@ -15,7 +15,7 @@ pytest.importorskip("llguidance", reason="the embedded model's calls are held to
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool
-from llama_index.llms.agentcache import AgentCacheLLM, CacheAwareOrder, LearnNodes
+from llama_index.llms.agentcache import AgentCacheLLM, CacheAwareOrder, LearnNodes, ReplayLLM
 
 from agentcache.errors import ConfigError, EngineClosedError
 from tests.saved_adapters import save
@@ -68,6 +68,13 @@ def test_receipts_are_the_servers(url: str) -> None:
     with AgentCacheLLM(base_url=url, api_key=ALICE, max_tokens=8) as llm:
         first, second = (llm.complete("When is high water in Port Averil?").raw["receipt"] for _ in range(2))
     assert second["cached_tokens"] == first["prompt_tokens"] - 1
+
+
+def test_a_script_answers_on_a_server(url: str) -> None:
+    with ReplayLLM(base_url=url, api_key=ALICE, script=["High water is at 14:05."]) as llm:
+        response = llm.complete("When is high water?")
+        assert (response.text, response.raw["finish_reason"]) == ("High water is at 14:05.", "stop")
+        assert llm.receipts[0].prompt_tokens > 0
 
 
 def test_a_written_model_asks_for_its_key(url: str) -> None:

@@ -18,6 +18,7 @@ from agentcache import Message
 
 from .. import _pins
 from .._caller_warnings import caller_warnings
+from .._output import told_account
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
 from ..errors import ModelInvalidRequestError
@@ -188,8 +189,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         conversation.answered(results)
         told = []
         for message in results:
-            account = message.response_metadata.get("agentcache") if isinstance(message, AIMessage) else None
-            if account is None:
+            if not isinstance(message, AIMessage) or (account := told_account(message)) is None:
                 continue
             told.append({"message_id": message.id, "usage": message.usage_metadata, **account})
             writer = getattr(request.runtime, "stream_writer", None)

@@ -20,6 +20,7 @@ from langchain_core.messages import AIMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 
+from agentcache import RemoteEngine
 from tests.saved_adapters import save
 from tests.serving import ALICE, adapted, keyed, ready, serving
 
@@ -61,6 +62,18 @@ def test_an_agent_moves_to_a_server_by_one_argument(url: str) -> None:
     steps = [message for message in remote if isinstance(message, AIMessage)]
     assert steps[-1].usage_metadata["input_token_details"]["cache_read"] > 100, "the second step goes on from the first"
     assert steps[-1].response_metadata["agentcache"]["precision"] == "exact"
+
+
+def test_the_profile_of_a_servers_model_is_asked_by_load(url: str) -> None:
+    """SummarizationMiddleware takes a share of its context."""
+    told = ChatAgentCache(model="embedded").profile
+    with ChatAgentCache(model="embedded", base_url=url, api_key=ALICE) as chat:
+        assert "max_input_tokens" not in (chat.profile or {})  # its name there is no file's here
+        assert chat.load().profile == told
+    with ChatAgentCache(model="embedded", base_url=url, api_key=ALICE, profile={"max_input_tokens": 77}) as chat:
+        assert chat.load().profile == {**(told or {}), "max_input_tokens": 77}
+    with RemoteEngine(url, ALICE) as engine:
+        assert ChatAgentCache(engine=engine).profile == told
 
 
 def test_documents_are_learnt_and_ordered_on_a_server(url: str) -> None:

@@ -134,6 +134,12 @@ def test_usage_callback_and_profile(chat: Any) -> None:
     assert ChatAgentCache(model="nobody/has-this").profile["tool_calling"], "an unknown context is left out, not guessed"
 
 
+def test_generate_tells_the_tokens_of_all_answers(chat: Any) -> None:
+    made = chat(max_tokens=3).generate([[HumanMessage("Hi")], ASKED])
+    each = [one[0].message.usage_metadata["total_tokens"] for one in made.generations]
+    assert made.llm_output["token_usage"]["total_tokens"] == sum(each)
+
+
 THINKS = "{%- if enable_thinking is defined %}{{- '<think>' }}{%- endif %}"
 NO_TOOLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"

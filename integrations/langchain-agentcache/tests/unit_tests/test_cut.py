@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import pytest
@@ -117,12 +119,14 @@ def test_calls_that_are_none_are_named(chat: Any, monkeypatch: pytest.MonkeyPatc
         assert bad["args"].startswith('{"harbour": ')
     assert why in whole.invalid_tool_calls[0]["error"]
     assert whole.invalid_tool_calls[0]["id"] == joined.invalid_tool_calls[0]["id"]
+    assert whole.content == joined.content, "as the model is shown it later"
 
 
-def test_a_conversation_goes_on_behind_a_call_that_is_none(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_conversation_goes_on_behind_a_call_that_is_none(chat: Any, monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     """As it is, and answered by an agent that tells the model what was wrong."""
     model = bound(chat, monkeypatch, '<tool_call>\n{"name": "tide", "arguments": {"harbour": Averil}}\n</tool_call>', max_tokens=60)
-    first = model.invoke(ASKED)
+    first = functools.reduce(operator.add, model.stream(ASKED)) if streams else model.invoke(ASKED)
     monkeypatch.setattr(script, "answer", lambda *asked: "At 3.")
     again = model.invoke([*ASKED, first, HumanMessage("That was no call.")])
     cached = again.usage_metadata["input_token_details"]["cache_read"]

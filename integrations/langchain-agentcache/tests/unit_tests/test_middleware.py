@@ -11,6 +11,7 @@ import script
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, SummarizationMiddleware, dynamic_prompt
 from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
+from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -70,6 +71,12 @@ def test_receipts_are_events(chat: ChatAgentCache) -> None:
     assert len(told) == 2
     assert told[1]["cached_tokens"] > told[0]["cached_tokens"]
     assert told[0]["usage"]["input_tokens"] == told[0]["prompt_tokens"]
+
+
+def test_an_answer_of_langchains_cache_is_no_event(chat: ChatAgentCache) -> None:
+    model = chat.model_copy(update={"cache": InMemoryCache()})
+    agent = create_agent(model, middleware=[AgentCacheMiddleware()])
+    assert [len(list(agent.stream(asked("Hi"), stream_mode="custom"))) for _ in range(2)] == [1, 0]
 
 
 async def test_events_of_async_agents(chat: ChatAgentCache) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import script
 from harbour import ASKED
-from langchain_agentcache import ChatAgentCache, errors
+from langchain_agentcache import AgentCacheLLM, ChatAgentCache, errors
 from langchain_core.caches import InMemoryCache
 
 from agentcache import Engine, LayoutOptions, toy
@@ -65,6 +65,15 @@ def test_nobody_gets_the_answer_of_another_namespace(chat: Any) -> None:
     assert "total_cost" in again.invoke(ASKED).usage_metadata, "LangChain's mark of an answer out of its cache"
     assert "total_cost" not in bob.invoke(ASKED).usage_metadata
     assert first.text == bob.invoke(ASKED).text
+
+
+@pytest.mark.parametrize("model", [ChatAgentCache, AgentCacheLLM])
+def test_keys_of_a_server_are_told_apart(model: Any) -> None:
+    """Each has a namespace of its own there."""
+    models = (model(base_url="http://127.0.0.1:9", api_key=key) for key in ("sk-alice", "sk-bob", "sk-alice"))
+    alice, bob, again = (json.dumps(one._identifying_params) for one in models)
+    assert alice == again != bob
+    assert "sk-" not in alice + bob
 
 
 def test_engines_of_one_name_are_told_apart() -> None:
