@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..bench.options import DeviceOption
 from ..terminal import bar, report_errors, say_json, shown
 from .store import JsonOption, PolicyOption, count, named_adapter
 
@@ -33,6 +34,7 @@ def replay(
     transcripts: Annotated[bool, typer.Option("--transcripts", help="Each list of messages is a whole conversation.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Requests that are replayed, from the first one on.")] = 200,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer that are compared.")] = 128,
+    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Ask recorded requests without reuse and with it. Compares ids, bits and tool calls. Exit code 1 at the first difference."""
@@ -47,7 +49,9 @@ def replay(
         adapters = {} if adapter is None else dict([named_adapter(adapter)])
         template = None if chat_template is None else read_template(chat_template)
         with (
-            Engine(model, store=store, calibration=known, chat_template=template, policy=policy, adapters=adapters) as engine,
+            Engine(
+                model, device=device, store=store, calibration=known, chat_template=template, policy=policy, adapters=adapters
+            ) as engine,
             bar("replaying", as_json) as tell,
         ):
             acting, recorded = next(iter(adapters), None), against is Against.recorded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.options import Dtype, WeightsOption
+from ..bench.options import DeviceOption, Dtype, WeightsOption
 from ..errors import ConfigError
 from ..terminal import report_errors
 from .store import PolicyOption, StoreOption, given_system, given_tools, named_adapter
@@ -33,6 +33,7 @@ def serve(
     requests: Annotated[int, typer.Option(min=1, help="Requests that may run at once.")] = 64,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Time for one whole answer.")] = 600.0,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
+    device: DeviceOption = "cpu",
     weights: WeightsOption = None,
     bits: Annotated[int | None, typer.Option(help="Quantize the weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
     policy: PolicyOption = None,
@@ -60,9 +61,13 @@ def serve(
             from ..policy import Policy
 
             Policy.read(policy)  # each engine does, when it is made
+        if device != "cpu":
+            from ..model.loading import place
+
+            place(device)  # before it listens
         if bits not in (None, 4, 8):
             raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
-        options: dict[str, Any] = {"dtype": dtype and dtype.value, "weights": weights and weights.value, "policy": policy}
+        options: dict[str, Any] = {"dtype": dtype and dtype.value, "device": device, "weights": weights and weights.value, "policy": policy}
         options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
         adapters = dict(named_adapter(said) for said in adapter or ())
         served = [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..bench.options import Dtype
+from ..bench.options import DeviceOption, Dtype
 from ..errors import ConfigError, StoreError, StoreWarning
 from ..terminal import bar, facts, listing, report_errors, say_json, shown, size
 
@@ -148,6 +148,7 @@ def warm(
     name: Annotated[str | None, typer.Option(help="Name of the tool group; by default the start of its key.")] = None,
     namespace: Annotated[str, typer.Option(help="Who may use it.")] = "default",
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
+    device: DeviceOption = "cpu",
     tools_order: Annotated[Order, typer.Option(help="As in the file, or sorted by name.")] = Order.given,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -165,7 +166,7 @@ def warm(
         from ..types import StoreOptions
 
         warnings.filterwarnings("ignore", "pages are not written", StoreWarning)  # _flushed says so itself
-        with Engine(model, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
+        with Engine(model, device=device, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
             with bar("warming", as_json) as tell:
                 group = engine.warm(prompt, schemas, name=name, namespace=namespace, tools_order=tools_order.value, on_progress=tell)
             stored = _flushed(engine, group)

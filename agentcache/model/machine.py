@@ -40,6 +40,6 @@ def describe() -> dict[str, Any]:
     report["not bitwise"] = {
         "experts outside transformers' interface": "as in Llama 4: their bits depend on the rest of the pack: tokens are promised",
         "bitsandbytes": "its own kernels choose by row count: tokens are promised",
-        "cuda": "scaled dot product attention chooses kernels by shape: tokens are promised",
+        "cuda": "cuBLAS chooses its code by the number of rows: tokens are promised",
     }
     return report

@@ -215,6 +215,26 @@ def test_figures_are_printed_though_the_disk_is_full(tmp_path: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out) == {"part": 2}
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "warm embedded --system x --store STORE",
+        "serve embedded --port 0",
+        "replay FILE",
+        "bench latency",
+        "bench quality",
+        "bench families",
+    ],
+    ids=lambda command: " ".join(command.split()[:2]),
+)
+def test_a_device_that_is_not_there_is_refused(command: str, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    code, said = _run(*command.replace("FILE", str(asked)).replace("STORE", str(tmp_path / "store")).split(), "--device", "nowhere")
+    assert code == 1
+    assert "device='nowhere': cannot be used here" in " ".join(said.split())
+
+
 def test_calibrate_looks_at_its_store_first(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("no folder")
     code, said = _run("calibrate", "--made-up", "1", "--model", "/no/such/model", "--store", str(tmp_path / "store"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...bench.options import (
+    DeviceOption,
     Dtype,
     DtypeOption,
     JsonOption,
@@ -82,13 +83,14 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(metavar="FILE", callback=to_write, help="Write the calibration here instead.")] = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Find the repair of repeated text that keeps a model's answers. The fastest one is stored for reuse="approximate".
 
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
-    loading = Loading(model, shape, dtype, threads)
+    loading = Loading(model, shape, dtype, threads, device=device)
     with report_errors():
         if turns:
             return _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
@@ -187,6 +189,7 @@ def segments(
     tools: Tools = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Text at another position: reused tokens, times and drift. Against what could be, the exact prefix, and answers of reuse off."""
@@ -198,7 +201,7 @@ def segments(
         wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
-        with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
+        with report.measuring("segments", Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
             trials = Trials(run.engine, answer, model is not None, repeats)
             known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
@@ -223,6 +226,7 @@ def rag(
     tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 24,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
+    device: DeviceOption = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Questions over retrieved passages: order, reuse and repair. Computed tokens, first tokens, right answers."""
@@ -235,7 +239,7 @@ def rag(
         asked = files.in_orders(files.questions(corpus, questions, top)[:limit], orders)
         tried = tuple(int(each) for each in names(halos) if each.isdecimal())
         given = None if calibration is None else Calibration.load(calibration)
-        with report.measuring("rag", Loading(model, None, dtype, threads), json_file) as run:
+        with report.measuring("rag", Loading(model, None, dtype, threads, device=device), json_file) as run:
             chosen = passages.ways(run.engine, tried, [float(each) for each in names(shares)], given)
             rows: list[passages.Row] = []
             for found in passages.run(run.engine, asked, chosen, run.say, tokens):
