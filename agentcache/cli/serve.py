@@ -52,21 +52,10 @@ def serve(
             from ..server.tenants import Tenants
         except ImportError as error:
             raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
-        if not timeout:
-            raise ConfigError(f"--timeout={timeout!r}: no answer is whole in no time; give seconds, or inf for no bound")
+        _check(timeout, policy, device, bits)
         tenants = Tenants.read(keys, requests)
         if host not in LOCAL and not tenants.asks_for_keys:
             raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
-        if policy is not None:
-            from ..policy import Policy
-
-            Policy.read(policy)  # each engine does, when it is made
-        if device != "cpu":
-            from ..model.loading import place
-
-            place(device)  # before it listens
-        if bits not in (None, 4, 8):
-            raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
         options: dict[str, Any] = {"dtype": dtype and dtype.value, "device": device, "weights": weights and weights.value, "policy": policy}
         options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
         adapters = dict(named_adapter(said) for said in adapter or ())
@@ -83,6 +72,22 @@ def serve(
             shown = f"[{address}]" if ":" in address else address
             typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{shown}:{bound}")
             EndingServer(config, state.closing).run([listener])
+
+
+def _check(timeout: float, policy: Path | None, device: str, bits: int | None) -> None:
+    """Refuse, before it listens, what each engine would refuse later."""
+    if not timeout:
+        raise ConfigError(f"--timeout={timeout!r}: no answer is whole in no time; give seconds, or inf for no bound")
+    if policy is not None:
+        from ..policy import Policy
+
+        Policy.read(policy)
+    if device != "cpu":
+        from ..model.loading import place
+
+        place(device)
+    if bits not in (None, 4, 8):
+        raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
 
 
 def _folder(store: Path | None) -> Path | None:

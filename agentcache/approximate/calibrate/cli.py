@@ -102,17 +102,16 @@ def calibrate(
         from .trials import Trials
 
         wanted = shifts.named(families, (*([shifts.HANDED] if lender else []), *shifts.FAMILIES, *shifts.DOCUMENTS))
-        bounds = search.Bounds(kl, top1, decision, margin, tail)
+        bounds, made = search.Bounds(kl, top1, decision, margin, tail), quality_cases.made_up(tools, made_up)
         asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
-        made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
-        keeps = Folder.open(store).path if out is None else out  # before anything is measured
+        keeps = out or Folder.open(store).path  # before anything is measured
         with report.measuring("calibrate", loading, json_file, texts) as run:
             answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
             trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
             known, seen = search.calibrate(trials, found_cases, bounds, run.say)
-            run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen})
-            run.keep({"chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
+            found = {"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen}
+            run.keep({**found, "chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
             if known is not None:
                 known.save(target := out or place(keeps, known.fingerprint, known.lent))
                 run.keep({"written": str(target)})
