@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "attention": ((steps, "attended"),),
     "writing KV": ((steps, "_write"),),
     "norms and angles": ((dispatch, "norm"), (dispatch, "heads")),
-    "head": ((hf.HFModel, "_head"),),
+    "head": ((steps, "head"),),
     "forward": ((hf.HFModel, "forward"),),
 }
 

@@ -16,7 +16,7 @@ import torch
 from agentcache import Engine, StoreOptions
 from agentcache.bench import families
 from agentcache.errors import ModelError, WeightsChangedError
-from agentcache.model import hf, steps
+from agentcache.model import steps
 from agentcache.model.fingerprint import Fingerprint
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.types import Reason
@@ -399,7 +399,7 @@ def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
 
 
 def test_a_head_exchanged_for_its_product_chooses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, layers, product, calls = models.build("qwen3"), steps.hidden_states, hf.linear, 0
+    model, layers, product, calls = models.build("qwen3"), steps.hidden_states, steps.linear, 0
     held = model.lm_head._parameters
     weight, other = held["weight"], torch.nn.Parameter(-held["weight"])
 
@@ -417,7 +417,7 @@ def test_a_head_exchanged_for_its_product_chooses_no_token(monkeypatch: pytest.M
     with engine(model=model, store=None) as running:
         expected = answer(running, SHORT, "off")
         monkeypatch.setattr(steps, "hidden_states", hidden_states)
-        monkeypatch.setattr(hf, "linear", linear)
+        monkeypatch.setattr(steps, "linear", linear)
         found = answer(running, SHORT)
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])
