@@ -29,6 +29,7 @@ log = logging.getLogger("agentcache")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 PARTS = 8  # of a pack in which some have several rows
 PAGES = 1 << 12  # of all parts of a pack: two million tokens
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)  # others take a number of another device as a constant
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Tables = tuple[torch.Tensor, torch.Tensor] | None  # cos and sin [rows, dims]
@@ -167,7 +168,7 @@ class _Waits(TorchDispatchMode):
         chosen = [one for one in args[1] if one is not None] if index else []
         waits = any(one.dtype in (torch.bool, torch.uint8) for one in chosen) if index else bool(_BY_VALUE & set(func.tags))
         out = func(*args, **(kwargs or {}))
-        places = {one.device.type for one in (*given, *chosen, out) if isinstance(one, torch.Tensor) and one.ndim}
+        places = {one.device.type for one in (*given, *chosen, out) if isinstance(one, torch.Tensor) and (one.ndim or func in _COPIES)}
         if waits or len(places) > 1:
             raise RuntimeError(f"{func} waits for the device")
         return out
