@@ -11,6 +11,7 @@ the call. Compiled by `kernels/paged_attention.py`; where nothing is compiled, b
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -269,5 +270,5 @@ def attend_gathered(part: Part, layer: int, query: torch.Tensor, how: Attention)
         return (scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype) @ values).transpose(0, 1)
     mask = None if part.count == 1 and how.chosen is None else ~hidden
     attention = torch.nn.functional.scaled_dot_product_attention
-    with sdpa_kernel(_FUSED):  # they want a batch
+    with sdpa_kernel(_FUSED) if query.is_cuda else nullcontext():  # they want a batch
         return attention(q[None], keys[None], values[None], attn_mask=mask, scale=how.scale)[0].transpose(0, 1)

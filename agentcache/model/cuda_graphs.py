@@ -11,6 +11,8 @@ its layers (`_Waits`), gathers pages, or keeps or takes in the inputs of a layer
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -29,6 +31,7 @@ log = logging.getLogger("agentcache")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 PARTS = 8  # of a pack in which some have several rows
 PAGES = 1 << 12  # of all parts of a pack: two million tokens
+_ONE = threading.Lock()  # PyTorch captures one graph at a time in a process
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)  # others take a number of another device as a constant
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -40,13 +43,12 @@ Forward = Callable[[Batch, torch.Tensor, torch.Tensor, Tables, torch.Tensor], to
 class Graphs:
     """The graphs of one model, by size; made when a size is asked for again. Not thread safe: one thread owns the device."""
 
-    def __init__(self, model: Any) -> None:
-        self._device = model.device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._graphs: dict[tuple[Any, ...], Any] = {}  # None: asked for once, False: cannot be made
-        self._held = [(module._parameters, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
-        self._places: list[int] = []
         self._token: Any = None
         self._pool: Any = None
+        self._spoilt = False
 
     def logits(
         self, forward: Forward, stepped: bool, batch: Batch, ids: torch.Tensor, positions: torch.Tensor, tables: Tables, wanted: Seq[int]
@@ -55,13 +57,12 @@ class Graphs:
 
         It writes the parts' keys and values. forward: what is captured; stepped: whether that is our own loop.
         """
-        token = batch.token
-        if (size := self._size(batch, wanted)) is None or token is None or token.tensors_moved() or token.hooked():
+        token, size = batch.token, None if self._spoilt else self._size(batch, wanted)
+        if size is None or token is None or token.tensors_moved() or token.hooked() or token.relocated():
             return None
-        places = [own[name].data_ptr() for own, name in self._held]
-        if token is not self._token or places != self._places:
+        if token is not self._token:
             self._graphs.clear()
-            self._token, self._places = token, places
+            self._token = token
         key = (stepped, *size)
         if key not in self._graphs:
             self._graphs[key] = None  # a size of its own, as of one long tail, is seldom seen again
@@ -85,27 +86,37 @@ class Graphs:
         return next(step for step in ROWS if step >= rows), kept, min(most, 2), splits_of(parts, rows)
 
     def _made(self, forward: Forward, size: tuple[int, ...], batch: Batch, tables: Tables) -> Any:
-        # Nothing else runs on that stream: what cuBLAS works in there belongs to the pool. Others end its memory of other streams, such
-        # as torch.compile's graphs, and a replay would write into what has been given away since.
-        self._pool = self._pool or (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device))
+        # Nothing else runs on the stream that is captured: what cuBLAS works in there belongs to the pool. Others end its memory of other
+        # streams, such as torch.compile's graphs, and a replay would write into what has been given away since.
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
         try:
-            return _Graph(forward, size, batch, tables, self._device, self._pool)
+            with _ONE:
+                return _Graph(forward, size, batch, tables, self._device, self._pool)
         except FAULTS as error:
+            torch.cuda.set_stream(current)  # PyTorch leaves the one of a capture that failed
+            self._spoilt = isinstance(error, _CaptureError)
             log.info("no CUDA graph of %d rows: %s: %s", size[0], type(error).__name__, error)
             return False
 
 
+class _CaptureError(RuntimeError):
+    """A capture that failed amid the forward: PyTorch's allocator may take it for unended, so that no other is begun."""
+
+
 class _Graph:
-    """One of them. Its memory: ids, positions, wanted rows, table, angles and logits. pool: of memory, and a stream to capture on."""
+    """One of them. Its memory: ids, positions, wanted rows, table, angles, logits. pool: of memory, a stream to capture, and one beside."""
 
     def __init__(
-        self, forward: Forward, size: tuple[int, ...], batch: Batch, tables: Tables, device: torch.device, pool: tuple[Any, Any]
+        self, forward: Forward, size: tuple[int, ...], batch: Batch, tables: Tables, device: torch.device, pool: tuple[Any, Any, Any]
     ) -> None:
         self._rows, self._wanted, most, splits = size
         self._each = self._rows  # rows of a block: of the layer that wants the fewest
         layers = batch.parts[0].sequence.spec.layers
         self._angles = None if tables is None else torch.zeros(2, self._rows, *tables[0].shape[1:], dtype=tables[0].dtype, device=device)
-        side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        memory, stream, side = pool  # see `_made`
+        current = torch.cuda.current_stream(device)
 
         def run(again: Any = None) -> torch.Tensor:
             own = Batch(batch.parts, self._rows, batch.numerics, fixed=True)
@@ -125,8 +136,11 @@ class _Graph:
             run(cut)
         current.wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, *pool, capture_error_mode="thread_local"):
-            self._logits = run(cut)
+        try:
+            with torch.cuda.graph(self._graph, memory, stream, capture_error_mode="thread_local"):
+                self._logits = run(cut)
+        except FAULTS as error:
+            raise _CaptureError(f"{type(error).__name__}: {error}") from error
 
     def _cut(self, each: int) -> torch.Tensor:
         self._each = min(self._each, each)
@@ -163,12 +177,30 @@ class _Waits(TorchDispatchMode):
     that fails at one leaves PyTorch's allocator astray."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("aten", "prims", "mkldnn") and "4bit" not in func._schema.name:
+            raise RuntimeError(f"{func} may wait for the device")  # libraries' own operations do not tell what they do
+        if func is torch.ops.aten.is_nonzero.default:
+            if not _looks_for_packs():
+                raise RuntimeError(f"{func} waits for the device")
+            return func(*args, **(kwargs or {}))
+        if func._can_decompose():  # without gradients, operations that are made of others come whole
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Tensor)]
-        index = func is torch.ops.aten.index.Tensor or func is torch.ops.aten.index_put_.default
+        index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
         chosen = [one for one in args[1] if one is not None] if index else []
         waits = any(one.dtype in (torch.bool, torch.uint8) for one in chosen) if index else bool(_BY_VALUE & set(func.tags))
+        made = func is torch.ops.aten.lift_fresh.default and given[0].device.type == "cuda"
         out = func(*args, **(kwargs or {}))
         places = {one.device.type for one in (*given, *chosen, out) if isinstance(one, torch.Tensor) and (one.ndim or func in _COPIES)}
-        if waits or len(places) > 1:
+        if waits or made or len(places) > 1:
             raise RuntimeError(f"{func} waits for the device")
         return out
+
+
+def _looks_for_packs() -> bool:
+    """Whether transformers looks for several sequences in one row, which it leaves out amid a capture."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "find_packed_sequence_indices":
+        frame = frame.f_back
+    return frame is not None

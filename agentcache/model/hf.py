@@ -180,10 +180,11 @@ class HFModel:
             return
         assert self.numerics is not None
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self._layout)
-        if self.device.type == "cuda":
+        by_length = any(changes_by_length(getattr(module, "rope_type", None)) for module in self.model.modules())
+        if self.device.type == "cuda" and (stepped or not by_length):  # their modules look at each length
             from .cuda_graphs import Graphs
 
-            self.graphs = Graphs(self.model)
+            self.graphs = Graphs(self.device)
 
     def _refusal(self, decoder: Any) -> str:
         from .proof import MODEL_FAULTS

@@ -51,7 +51,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine as on a GPU, whose weights are known."""
     with engine(model=models.build(request.param)) as made:
         made.generate(chat("one"), sampling=decode(2))
-        made.model.graphs = Graphs(made.model.model)
+        made.model.graphs = Graphs(made.model.device)
         yield made
 
 
@@ -101,22 +101,42 @@ def test_nothing_is_replayed_after_a_change(running: Engine, replayed: Replayed,
     assert replayed.times == 2
 
 
+def test_a_parameter_may_go(replayed: Replayed) -> None:
+    with engine(model=models.build("qwen2")) as made:
+        made.generate(chat("one"), sampling=decode(2))
+        made.model.graphs = Graphs(made.model.device)
+        steps(made, 3)
+        made.model.model.model.layers[0].self_attn.q_proj.bias = None
+        steps(made, 3)
+    assert replayed.times == 2
+
+
 def test_an_adapter_is_never_replayed(running: Engine, replayed: Replayed) -> None:
     assert running.model.spec is not None
     sequence = Sequence(running.model.spec)
     part = Part(sequence, 0, 1)
     batch = cuda_graphs.Batch([part], 1, running.model.numerics, token=running.model.fingerprint.token)  # type: ignore[arg-type,union-attr]
     batch.acting = [(object(), slice(0, 1))]
-    assert Graphs(running.model.model)._size(batch, [0]) is None
+    assert Graphs(running.model.device)._size(batch, [0]) is None
 
 
 @pytest.mark.parametrize(
     "operation",
-    [lambda x: int(x.sum()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.to("meta"), lambda x: x.sum().to("meta")],
-    ids=["value", "mask", "nonzero", "device", "number"],
+    [
+        lambda x: int(x.sum()),
+        lambda x: bool(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: x.index_put((x > 0,), x[0]),
+        lambda x: x.nonzero(),
+        lambda x: torch.where(x > 0),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: x.to("meta"),
+        lambda x: x.sum().to("meta"),
+    ],
+    ids=["value", "truth", "mask", "masked write", "nonzero", "where", "repeat", "device", "number"],
 )
 def test_an_operation_that_waits_is_noticed(operation: Callable[[torch.Tensor], Any]) -> None:
-    with cuda_graphs._Waits(), pytest.raises(RuntimeError, match="waits for the device"):
+    with torch.inference_mode(), cuda_graphs._Waits(), pytest.raises(RuntimeError, match="waits for the device"):
         operation(torch.ones(4))
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ...errors import FAULTS
 from ...types import PAGE_TOKENS
-from .device_table import DeviceTable, table_of
+from .device_table import FEW_ROWS, DeviceTable, table_of
 from .norm_library import plain_heads, plain_norm
 
 log = logging.getLogger("agentcache")
@@ -175,20 +175,21 @@ def _attend(
 
 
 @triton.jit
-def _join(parts, largest, total, out, sinks, heads, DV: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr):
-    head = tl.program_id(1)
-    place = tl.program_id(0).to(tl.int64) * heads + head
-    at, dv = place * SPLITS + tl.arange(0, SPLITS), tl.arange(0, BV)
-    most, summed = tl.load(largest + at), tl.load(total + at)
-    base = tl.max(most, 0)
-    if SINKS:
-        base = tl.maximum(base, tl.load(sinks + head).to(tl.float32))
-    weight = tl.exp(most - base)
-    mixed = tl.load(parts + at[:, None] * DV + dv[None, :], mask=(weight[:, None] > 0) & (dv[None, :] < DV), other=0.0)
-    divisor = tl.sum(summed * weight, 0)
-    if SINKS:
-        divisor += tl.exp(tl.load(sinks + head).to(tl.float32) - base)
-    tl.store(out + place * DV + dv, (tl.sum(mixed * weight[:, None], 0) / divisor).to(out.dtype.element_ty), mask=dv < DV)
+def _join(parts, largest, total, out, rows, sinks, heads, DV: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr):
+    if tl.load(rows + tl.program_id(0) * 2) >= 0:
+        head = tl.program_id(1)
+        place = tl.program_id(0).to(tl.int64) * heads + head
+        at, dv = place * SPLITS + tl.arange(0, SPLITS), tl.arange(0, BV)
+        most, summed = tl.load(largest + at), tl.load(total + at)
+        base = tl.max(most, 0)
+        if SINKS:
+            base = tl.maximum(base, tl.load(sinks + head).to(tl.float32))
+        weight = tl.exp(most - base)
+        mixed = tl.load(parts + at[:, None] * DV + dv[None, :], mask=(weight[:, None] > 0) & (dv[None, :] < DV), other=0.0)
+        divisor = tl.sum(summed * weight, 0)
+        if SINKS:
+            divisor += tl.exp(tl.load(sinks + head).to(tl.float32) - base)
+        tl.store(out + place * DV + dv, (tl.sum(mixed * weight[:, None], 0) / divisor).to(out.dtype.element_ty), mask=dv < DV)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -197,7 +198,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     n = x.shape[-1]
     if x.numel():
-        _norm[(x.numel() // n,)](x, weight, out, n, epsilon, BLOCK=triton.next_power_of_2(n), num_warps=4 if n <= 4096 else 8)
+        with torch.cuda.device_of(x):  # Triton launches on the current one
+            _norm[(x.numel() // n,)](x, weight, out, n, epsilon, BLOCK=triton.next_power_of_2(n), num_warps=4 if n <= 4096 else 8)
     return out
 
 
@@ -205,9 +207,10 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
     """`plain_heads` of x [rows, heads, dim] in one launch; cos and sin [rows, 1, dim]."""
     x = x.contiguous()
     out, half = torch.empty_like(x), x.shape[-1] // 2
+    gain, block = x if weight is None else weight, triton.next_power_of_2(half)
     if x.numel():
-        gain, block = x if weight is None else weight, triton.next_power_of_2(half)
-        _heads[x.shape[:2]](x, gain, cos, sin, out, x.shape[1], half, epsilon, NORM=weight is not None, BLOCK=block, num_warps=1)
+        with torch.cuda.device_of(x):
+            _heads[x.shape[:2]](x, gain, cos, sin, out, x.shape[1], half, epsilon, NORM=weight is not None, BLOCK=block, num_warps=1)
     return out
 
 
@@ -243,7 +246,8 @@ def _unusable(error: BaseException) -> bool:
 @functools.cache
 def norms_agree(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether norms and rotations run here, and are near PyTorch's operations. Compiles them: seconds, once on a machine."""
-    x, cos, sin = (torch.randn(3, heads, 48, device=device).to(dtype) for heads in (2, 1, 1))
+    like = torch.empty(0, dtype=dtype, device=device)
+    x, cos, sin = (_numbers(like, 3, heads, 48) for heads in (2, 1, 1))
     weight = cos[0, 0]
     try:
         near = _near(norm(x, weight, 1e-6), plain_norm(x, weight, 1e-6))
@@ -256,19 +260,22 @@ def norms_agree(dtype: torch.dtype, device: torch.device) -> bool:
 def attention_agrees(dtype: torch.dtype, device: torch.device, dim: int, width: int) -> bool:
     """The same of attention, of few rows and many, with keys and values of these widths."""
     try:
-        return all(_tried(dtype, device, dim, width, rows) for rows in (1, 70))
+        return all(_tried(dtype, device, dim, width, *each) for each in ((1, 3), (70, 3), (70, 1)))
     except FAULTS as error:
         return _unusable(error)
 
 
-def _tried(dtype: torch.dtype, device: torch.device, dim: int, width: int, rows: int) -> bool:
-    start, pages = (
-        3 * PAGE_TOKENS - rows,
-        [[torch.randn(shape, device=device).to(dtype) for shape in ((1, dim, PAGE_TOKENS), (1, PAGE_TOKENS, width))] for _ in range(3)],
-    )
+def _numbers(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Random numbers, without a draw from the caller's generators."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(like)
+
+
+def _tried(dtype: torch.dtype, device: torch.device, dim: int, width: int, rows: int, count: int) -> bool:
+    like, start = torch.empty(0, dtype=dtype, device=device), count * PAGE_TOKENS - rows
+    pages = [(_numbers(like, 1, dim, PAGE_TOKENS), _numbers(like, 1, PAGE_TOKENS, width)) for _ in range(count)]
     known = [SimpleNamespace(addresses=np.array([[both.data_ptr()] for both in page])) for page in pages]
     table = table_of([SimpleNamespace(sequence=SimpleNamespace(pages=known), start=start, count=rows, offset=0)], rows, device)
-    query, key, value = (torch.randn(rows, *shape, device=device).to(dtype) for shape in ((2, dim), (1, dim), (1, width)))
+    query, key, value = (_numbers(like, rows, *shape) for shape in ((2, dim), (1, dim), (1, width)))
     write(table, 0, key, value)
     how = SimpleNamespace(scale=dim**-0.5, softcap=0.0, window=0, chunk=0, sinks=None)
     found = attend(table, 0, query, 1, width, how)
@@ -287,22 +294,13 @@ def write(table: DeviceTable, layer: int, key: torch.Tensor, value: torch.Tensor
     """Write new keys and values [rows, kv_heads, width] where the table says."""
     rows, kv_heads, width = key.shape
     widths = {"DK": width, "DV": value.shape[2], "BK": triton.next_power_of_2(width), "BV": triton.next_power_of_2(value.shape[2])}
-    _write[(rows, kv_heads)](
-        key.contiguous(),
-        value.contiguous(),
-        table.pages,
-        table.rows,
-        layer,
-        table.layers,
-        kv_heads,
-        **widths,
-        PAGE=PAGE_TOKENS,
-        num_warps=1,
-    )
+    new = (key.contiguous(), value.contiguous(), table.pages, table.rows)
+    with torch.cuda.device_of(key):
+        _write[(rows, kv_heads)](*new, layer, table.layers, kv_heads, **widths, PAGE=PAGE_TOKENS, num_warps=1)
 
 
 def attend(table: DeviceTable, layer: int, query: torch.Tensor, kv_heads: int, width: int, how: Any) -> torch.Tensor:
-    """Attention of all rows: query [rows, heads, width of keys] -> [rows, heads, width of values]. Rows of no part are anything.
+    """Attention of all rows: query [rows, heads, width of keys] -> [rows, heads, width of values]. Few rows, if of no part, are zeros.
 
     how: of attention.py, without chosen positions.
     """
@@ -311,7 +309,7 @@ def attend(table: DeviceTable, layer: int, query: torch.Tensor, kv_heads: int, w
     each = block_rows(table.most, group)
     blocks = table.cut(each)
     tile = max(16, triton.next_power_of_2(each * group))
-    out = query.new_empty(rows, heads, width)
+    out = (query.new_zeros if rows <= FEW_ROWS else query.new_empty)(rows, heads, width)
     into, sums = out, out
     if splits > 1:
         into = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
@@ -319,12 +317,13 @@ def attend(table: DeviceTable, layer: int, query: torch.Tensor, kv_heads: int, w
     wide = max(dim, width) > 128 or query.dtype == torch.float32
     sinks = out if how.sinks is None else how.sinks.contiguous()
     own = {"DV": width, "BV": triton.next_power_of_2(width), "SPLITS": splits, "SINKS": how.sinks is not None}
-    _attend[(len(blocks), kv_heads, splits)](
-        query.contiguous(), into, sums[0], sums[-1], table.pages, blocks, table.split, sinks, layer, table.layers, heads,
-        how.scale, how.softcap, how.window, how.chunk, GROUP=group, DK=dim, BK=max(16, triton.next_power_of_2(dim)), M=tile,
-        N=32 if wide else 64, PAGE=PAGE_TOKENS, CAPPED=bool(how.softcap), WINDOW=bool(how.window), CHUNK=bool(how.chunk), **own,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    if splits > 1:
-        _join[(rows, heads)](into, sums[0], sums[1], out, sinks, heads, **own, num_warps=1)
+    with torch.cuda.device_of(query):
+        _attend[(len(blocks), kv_heads, splits)](
+            query.contiguous(), into, sums[0], sums[-1], table.pages, blocks, table.split, sinks, layer, table.layers, heads,
+            how.scale, how.softcap, how.window, how.chunk, GROUP=group, DK=dim, BK=max(16, triton.next_power_of_2(dim)), M=tile,
+            N=32 if wide else 64, PAGE=PAGE_TOKENS, CAPPED=bool(how.softcap), WINDOW=bool(how.window), CHUNK=bool(how.chunk), **own,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            _join[(rows, heads)](into, sums[0], sums[1], out, table.rows, sinks, heads, **own, num_warps=1)
     return out
