@@ -247,7 +247,8 @@ def _unusable(error: BaseException) -> bool:
 def norms_agree(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether norms and rotations run here, and are near PyTorch's operations. Compiles them: seconds, once on a machine."""
     like = torch.empty(0, dtype=dtype, device=device)
-    x, cos, sin = (_numbers(like, 3, heads, 48) for heads in (2, 1, 1))
+    random = torch.Generator().manual_seed(1)
+    x, cos, sin = (_numbers(like, random, 3, heads, 48) for heads in (2, 1, 1))
     weight = cos[0, 0]
     try:
         near = _near(norm(x, weight, 1e-6), plain_norm(x, weight, 1e-6))
@@ -265,17 +266,18 @@ def attention_agrees(dtype: torch.dtype, device: torch.device, dim: int, width: 
         return _unusable(error)
 
 
-def _numbers(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Random numbers, without a draw from the caller's generators."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(like)
+def _numbers(like: torch.Tensor, random: torch.Generator, *shape: int) -> torch.Tensor:
+    """Random numbers, others each time, without a draw from the caller's generators."""
+    return torch.randn(shape, generator=random).to(like)
 
 
 def _tried(dtype: torch.dtype, device: torch.device, dim: int, width: int, rows: int, count: int) -> bool:
     like, start = torch.empty(0, dtype=dtype, device=device), count * PAGE_TOKENS - rows
-    pages = [(_numbers(like, 1, dim, PAGE_TOKENS), _numbers(like, 1, PAGE_TOKENS, width)) for _ in range(count)]
+    random = torch.Generator().manual_seed(1)
+    pages = [(_numbers(like, random, 1, dim, PAGE_TOKENS), _numbers(like, random, 1, PAGE_TOKENS, width)) for _ in range(count)]
     known = [SimpleNamespace(addresses=np.array([[both.data_ptr()] for both in page])) for page in pages]
     table = table_of([SimpleNamespace(sequence=SimpleNamespace(pages=known), start=start, count=rows, offset=0)], rows, device)
-    query, key, value = (_numbers(like, rows, *shape) for shape in ((2, dim), (1, dim), (1, width)))
+    query, key, value = (_numbers(like, random, rows, *shape) for shape in ((2, dim), (1, dim), (1, width)))
     write(table, 0, key, value)
     how = SimpleNamespace(scale=dim**-0.5, softcap=0.0, window=0, chunk=0, sinks=None)
     found = attend(table, 0, query, 1, width, how)
