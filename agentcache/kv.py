@@ -224,3 +224,16 @@ class Sequence:
             keys.append(page.layer_keys[layer][..., slot : slot + count].permute(2, 0, 1))
             values.append(page.layer_values[layer][:, slot : slot + count].transpose(0, 1))
         return torch.cat(keys), torch.cat(values)
+
+    def finite(self, start: int, stop: int) -> bool:
+        """Tell whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there.
+
+        Recurrent layers may come after it: their checkpoints are looked at.
+        """
+        for page, slot, count, _ in self.slots(start, stop):
+            if not all(known.finite for slots, known in page.checkpoints.items() if slot < slots <= slot + count):
+                return False
+            keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
+            if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+                return False
+        return True

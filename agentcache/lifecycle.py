@@ -18,8 +18,8 @@ from .matching import Matching
 from .model.sampling import logprob_of
 from .plan import Attach, Plan, make
 from .receipt import Sealed
-from .request import Provenance, Running
-from .runner import Outcome, Runner, StockSequence
+from .request import Ended, Provenance, Running
+from .runner import Drafts, Outcome, Runner, StockSequence
 from .store.keys import Scope
 from .store.store import Store
 from .types import OF_BITS, PAGE_TOKENS, FinishReason, Reason, Refusal
@@ -64,9 +64,8 @@ class Lifecycle:
         self.runner.follow_threads()
         plan = self._attach(running)
         assert running.sequence is not None
-        near = running.ranges.admitted_tokens if running.ranges else 0
-        from_disk = 0 if near else plan.cached_tokens  # pages after attached ranges never come from disk
-        account.record_attached(plan.refusals, from_disk, running.sequence.copied_tokens)
+        near = running.ranges is not None and running.ranges.admitted_tokens > 0  # pages after attached ranges never come from disk
+        account.record_attached(plan.refusals, 0 if near else plan.cached_tokens, running.sequence.copied_tokens)
 
     def _attach(self, running: Running) -> Plan:
         """Give the request a sequence, another one if it has one, that starts from the longest known prefix of all its ids."""
@@ -153,8 +152,8 @@ class Lifecycle:
 
     # -- filling and decoding --------------------------------------------------------------------------------------
 
-    def deliver(self, running: Running, outcome: Outcome) -> AgentCacheError | FinishReason | None:
-        """Take the result of one round: the error or reason with which the request ends, None if it goes on."""
+    def deliver(self, running: Running, outcome: Outcome) -> Ended:
+        """Take the result of one round."""
         if outcome.error is not None:
             return outcome.error
         self._record_forward(running, outcome)
@@ -181,7 +180,22 @@ class Lifecycle:
                 return None
             outcome.moved = not running.remaining and not self._holds(running)
             return self._filled(running) if not running.remaining and not outcome.moved else None
-        return self._choose(running, outcome.logits) if outcome.logits is not None else None
+        ended = self._choose(running, outcome.logits) if outcome.logits is not None else None
+        return self._take(running, outcome.drafts, ended) if outcome.drafts else ended
+
+    def _take(self, running: Running, drafts: Drafts, ended: Ended) -> Ended:
+        """Choose further tokens, as long as each one is the drafted one."""
+        sequence = running.sequence
+        assert isinstance(sequence, Sequence)
+        if not (finite := bool(torch.isfinite(drafts[1]).all())):
+            sequence.withdraw(sequence.length)  # masked slots must stay finite
+        for token, logits in zip(*drafts, strict=True):
+            if not finite or ended is not None or running.ids.all[-1] != token:
+                break
+            sequence.advance(1)
+            running.account.record_drafted()
+            ended = self._choose(running, logits)
+        return ended
 
     def _advance(self, running: Running) -> None:
         """Look at the attached range that was reached, if one was; if that leaves nothing near, the account says so."""
@@ -207,7 +221,7 @@ class Lifecycle:
         self._pin(running)
         return "stop"
 
-    def _choose(self, running: Running, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
+    def _choose(self, running: Running, logits: torch.Tensor) -> Ended:
         asked, decoding, guide = running.asked, running.decoding, running.decoding.guide
         masked = guide.mask(logits) if guide else logits
         if masked is not None and running.ranges is not None and (why := running.ranges.doubt(masked)):
@@ -312,7 +326,7 @@ class Lifecycle:
         assert isinstance(running.sequence, Sequence)
         if count <= known:
             return True
-        if not finite(running.sequence, known, count):
+        if not running.sequence.finite(known, count):
             return False
         if self._holds(running):
             pages = running.sequence.pages[: -(-count // PAGE_TOKENS)]
@@ -339,7 +353,7 @@ class Lifecycle:
     def _quarantine_suspects(self, running: Running) -> None:
         """The prompt is computed without its suspects: if it is finite now, one of them is wrong."""
         suspects, sequence, running.suspects = running.suspects, running.sequence, ()
-        if suspects and isinstance(sequence, Sequence) and finite(sequence, 0, sequence.length):
+        if suspects and isinstance(sequence, Sequence) and sequence.finite(0, sequence.length):
             from .page_check import quarantine
 
             quarantine(self.store, running, suspects, sequence)
@@ -384,17 +398,3 @@ class Lifecycle:
         if running.ranges is not None:
             running.ranges.close()
             running.ranges = None  # it knows the request, and pages: neither is to wait for a collection of garbage
-
-
-def finite(sequence: Sequence, start: int, stop: int) -> bool:
-    """Tell whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there.
-
-    Recurrent layers may come after it: their checkpoints are looked at.
-    """
-    for page, slot, count, _ in sequence.slots(start, stop):
-        if not all(known.finite for slots, known in page.checkpoints.items() if slot < slots <= slot + count):
-            return False
-        keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
-        if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-            return False
-    return True

@@ -72,6 +72,8 @@ class Receipt:
     disk_tokens: int = 0
     disk_bytes: int = 0
     completion_tokens: int = 0
+    # tokens of the completion that were guessed, and computed along with the one before
+    drafted_tokens: int = 0
     # tokens of the completion that spell the thought before the answer
     reasoning_tokens: int = 0
     # tokens before it are exact
@@ -309,6 +311,10 @@ class Account:
             self.record_filled()
         self.receipt.completion_tokens += 1
         self.receipt.decode_ms = (time.perf_counter() - self._first) * 1e3 if self.receipt.completion_tokens > 1 else 0.0
+
+    def record_drafted(self) -> None:
+        """A drafted token proved right."""
+        self.receipt.drafted_tokens += 1
 
     def record_end(self, reason: FinishReason | None, exact_until: int | None) -> None:
         """The request is answered, or ended otherwise. exact_until: of its sequence, None where it has none."""

@@ -8,11 +8,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+import numpy as np
 import torch
 
 from .answer.expected import Expected
 from .answer.parser import AnswerParser
-from .errors import ConfigError, ContextOverflowError, MessageError
+from .errors import AgentCacheError, ConfigError, ContextOverflowError, MessageError
 from .events import Events
 from .kv import Sequence
 from .model.sampling import Sampler, TextStream
@@ -22,7 +23,7 @@ from .runner import StockSequence, Work
 from .store.entry import Entry, Match
 from .store.heard_deletions import Moment
 from .store.keys import Ids, Scope, as_ids
-from .types import Grade, Layout, Logprob, Reuse, Sampling
+from .types import FinishReason, Grade, Layout, Logprob, Reuse, Sampling
 
 if TYPE_CHECKING:  # of a request with a constraint, an adapter or repeated text, or over a store on disk
     from .answer.guide import Guide
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # of a request with a constraint, an adapter or repeated text
     from .model.adapters import Adapter
     from .model.hf import HFModel
     from .store.page_prefetch import PagePrefetch
+
+Ended = AgentCacheError | FinishReason | None  # the error or the reason with which a request ends; None: it goes on
 
 RENEWALS = 5  # a request begins anew so often because weights changed
 
@@ -99,7 +102,7 @@ class TokenIds:
 
     def __init__(self, prompt: Seq[int]) -> None:
         self.all = list(prompt)
-        self._array: Ids | None = None
+        self._array = as_ids(())
 
     def __len__(self) -> int:
         return len(self.all)
@@ -109,10 +112,10 @@ class TokenIds:
         self.all.append(token)
 
     def array(self, count: int | None = None) -> Ids:
-        """Return the first `count` ids (by default all) as an array. Converted once: a list of 37k ids takes a millisecond."""
+        """Return the first `count` ids (by default all) as an array. Each is converted once: a list of 37k ids takes a millisecond."""
         count = len(self.all) if count is None else count
-        if self._array is None or len(self._array) < count:
-            self._array = as_ids(self.all)
+        if (known := len(self._array)) < count:
+            self._array = np.concatenate([self._array, as_ids(self.all[known:])])
         return self._array[:count]
 
 
@@ -250,14 +253,16 @@ class Running:
         """When the request came, or when the oldest page was made that it is attached to."""
         return self.asked.received._replace(made=self.provenance.made)
 
-    def work(self, count: int) -> Work:
-        """Return the next `count` tokens to run, at most those that remain; with logits only after the last one."""
+    def work(self, count: int, drafts: Seq[int] = ()) -> Work:
+        """Return the next `count` tokens to run, at most those that remain; with logits only after the last one, and drafts after it."""
         assert self.sequence is not None
-        pieces = self.sequence.pieces(min(count, self.remaining))
-        ids = [token for piece in pieces for token in self.ids.all[piece.start : piece.start + piece.count]]
+        pieces = self.sequence.pieces(min(count, self.remaining) + len(drafts))
+        known = [*self.ids.all, *drafts] if drafts else self.ids.all
+        ids = [token for piece in pieces for token in known[piece.start : piece.start + piece.count]]
         regime, weights = (self.scope.regime, self.scope.weights) if self.scope else ("", "")
         weights = "" if self.asked.reuse == "off" else weights  # it keeps nothing, and goes on under whatever weights there are
-        return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.asked.fill_only, weights, pieces)
+        wanted = len(ids) == self.remaining + len(drafts) and not self.asked.fill_only
+        return Work(self.sequence, ids, regime, wanted, weights, pieces, len(drafts))
 
 
 def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Sampling:

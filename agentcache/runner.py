@@ -19,6 +19,8 @@ from .openmp import use_threads
 
 log = logging.getLogger("agentcache")
 
+Drafts = tuple[list[int], torch.Tensor]
+
 
 @dataclass(slots=True, eq=False)
 class StockSequence:
@@ -46,7 +48,7 @@ class Work:
     """Tokens to run next in a sequence. wanted: whether the logits of the last one are needed.
 
     fingerprint: of the weights that computed the sequence so far; no others run it. Empty: any do. pieces: where in the sequence the
-    ids go; by default to its next positions.
+    ids go; by default to its next positions. drafted: how many of the last ids are drafts: the sequence stops before them.
     """
 
     sequence: Sequence | StockSequence
@@ -55,6 +57,7 @@ class Work:
     wanted: bool = True
     fingerprint: str = ""
     pieces: list[Piece] = field(default_factory=list)
+    drafted: int = 0
 
     def __post_init__(self) -> None:
         self.pieces = self.pieces or self.sequence.pieces(len(self.ids))
@@ -64,11 +67,12 @@ class Work:
 class Outcome:
     """Result of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
 
-    retried: why it ran alone after its pack had failed; empty if it did not. moved: weights are not those of its fingerprint, or changed
-    while it ran: nothing of it may be kept.
+    drafts: drafted ids, and the logits [ids, vocab] after each. retried: why it ran alone after its pack had failed; empty if it did not.
+    moved: weights are not those of its fingerprint, or changed while it ran: nothing of it may be kept.
     """
 
     logits: torch.Tensor | None = None
+    drafts: Drafts | None = None
     error: AgentCacheError | None = None
     moved: bool = False
     retried: str = ""
@@ -200,11 +204,17 @@ class Runner:
             if piece is final[id(w)]:
                 last[id(w)] = at - 1
         ids = torch.tensor([token for _, _, some in rows for token in some])
-        logits = iter(self.model.forward(ids, parts, [w.regime for w, _, _ in rows], [last[id(w)] for w in work if w.wanted]))
+        wanted = [row for w in work if w.wanted for row in range(last[id(w)] - w.drafted, last[id(w)] + 1)]
+        logits = self.model.forward(ids, parts, [w.regime for w, _, _ in rows], wanted)
+        each = iter(logits.split([1 + w.drafted for w in work if w.wanted]))
         for w, piece, _ in planned:
             assert isinstance(w.sequence, Sequence)
-            w.sequence.advance(piece.count)
-        return [Outcome(next(logits) if w.wanted else None) for w in work]
+            w.sequence.advance(piece.count - w.drafted * (piece is final[id(w)]))
+        found = [next(each) if w.wanted else None for w in work]
+        return [
+            Outcome() if some is None else Outcome(some[0], (w.ids[-w.drafted :], some[1:]) if w.drafted else None)
+            for w, some in zip(work, found, strict=True)
+        ]
 
     def _stock(self, work: Work) -> Outcome:
         sequence = work.sequence

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from .drafts import ROWS, draft
 from .errors import AgentCacheError, CancelledError, EngineClosedError
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
@@ -298,12 +299,12 @@ class Scheduler:
         if len(decoding) > MAX_DECODING:
             first = self.rounds * MAX_DECODING % len(decoding)
             decoding = (decoding[first:] + decoding[:first])[:MAX_DECODING]
-        pack = [(r, r.work(1)) for r in decoding]
+        spare = (ROWS - len(decoding)) // max(1, len(decoding))
+        pack = [(r, r.work(1, draft(self.runner.model, r, spare))) for r in decoding]
         budget = self.chunk_tokens
         if pack:
             room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
-            budget = max(MIN_FILL, min(budget, int(room)))
-        budget = min(budget, self.most_rows - len(pack))
+            budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), ROWS)))
         for request in sorted((r for r in self._live if r.filling), key=_turn_of):
             if budget <= 0:
                 request.skipped += 1
@@ -345,11 +346,11 @@ class Scheduler:
         """Smooth the cost of a decoding round and of a prefilled token."""
         if any(isinstance(work.sequence, StockSequence) for work in works):
             return
-        filled = sum(len(work.ids) for work in works if len(work.ids) > 1)
+        filled = sum(len(work.ids) for work in works if len(work.ids) > 1 + work.drafted)
         if not filled:
             self._decode_ms = took if not self._decode_ms else 0.7 * self._decode_ms + 0.3 * took
         elif filled >= MIN_FILL:
-            decoded = self._decode_ms if any(len(work.ids) == 1 for work in works) else 0.0
+            decoded = self._decode_ms if any(len(work.ids) == 1 + work.drafted for work in works) else 0.0
             cost = max(took - decoded, 0.1 * took) / filled
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
 

@@ -232,6 +232,7 @@ class Sampling:
     seed: int | None = None  # the same seed draws the same completion
     stop: tuple[str, ...] = ()  # texts that end the completion
     forced: tuple[int, ...] | str = ()  # ids, or text without special tokens, decoded before sampling begins: replays use it
+    draft_tokens: int = 7  # the most that are guessed from earlier text and computed along with a token; 0: none
     ignore_eos: bool = False  # only max_tokens and stop end the completion
     logprobs: int | None = None  # log-probabilities of the completion's tokens, with so many of the likeliest; None: no account
     context_tokens: int | None = None  # the most that prompt and completion have together, below the model's context
@@ -258,6 +259,8 @@ class Sampling:
             refuse("stop", "a tuple of non-empty strings")
         if not isinstance(self.forced, str) and not all(_whole(token) for token in self.forced):
             refuse("forced", "a text or token ids")
+        if not _whole(self.draft_tokens) or self.draft_tokens < 0:
+            refuse("draft_tokens", "0 (none) or a positive integer")
         if self.logprobs is not None and not (_whole(self.logprobs) and self.logprobs >= 0):
             refuse("logprobs", "None or how many of the likeliest tokens to tell, 0 for the chosen one alone")
         if self.context_tokens is not None and not (_whole(self.context_tokens) and self.context_tokens > 0):

@@ -35,7 +35,7 @@ class Agents:
             system, question = conversation(engine, tokens)
             self.talks.append([{**system, "content": f"Agent {number}. {system['content']}"}, question])
         ids = tuple(engine.tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
-        self._sampling = Sampling(max_tokens=answer, forced=ids * (answer // len(ids) + 1), ignore_eos=True)
+        self._sampling = Sampling(max_tokens=answer, forced=ids * (answer // len(ids) + 1), ignore_eos=True, draft_tokens=0)
 
     def turn(self, number: int) -> dict[str, float]:
         """Ask an agent, and let it go on."""

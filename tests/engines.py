@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,20 +61,22 @@ def wait_until(holds: Callable[[], Any], seconds: float = 20.0) -> bool:
 
 
 class Spy:
-    """Counts forwards of an engine, remembers wanted logits in order and who was in each forward."""
+    """Counts forwards of an engine, remembers who was in each, and in order the logits from which tokens were chosen."""
 
     def __init__(self, running: Engine) -> None:
         self.forwards: list[list[tuple[int, int]]] = []
         self.logits: list[torch.Tensor] = []
-        inner = running.model.forward
+        inner, stream = running.model.forward, running.stream
 
         def forward(ids: torch.Tensor, parts: list[Any], regimes: list[str], wanted: Any) -> torch.Tensor:
             self.forwards.append([(part.start, part.count) for part in parts])
-            out = inner(ids, parts, regimes, wanted)
-            self.logits.extend(row.clone() for row in out)
-            return out
+            return inner(ids, parts, regimes, wanted)
+
+        def listen(logits: torch.Tensor) -> None:
+            self.logits.append(logits.clone())
 
         running.model.forward = forward  # type: ignore[method-assign]
+        running.stream = partial(stream, on_logits=listen)  # type: ignore[method-assign]
 
 
 def check_store(store: PrefixTree | Store) -> None:

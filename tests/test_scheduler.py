@@ -23,13 +23,14 @@ class Pretender:
     skipped: int = 0
     sequence: Any = None
 
-    def work(self, count: int) -> int:
+    def work(self, count: int, drafts: Any = ()) -> int:
         return min(count, self.remaining)
 
 
 @pytest.fixture
-def idle() -> Iterator[Scheduler]:
+def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
     """A scheduler whose thread has ended: its rounds are composed by hand."""
+    monkeypatch.setattr(module, "draft", lambda *given: ())
     with engine() as running:
         running.scheduler.close()
         yield running.scheduler

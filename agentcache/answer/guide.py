@@ -79,6 +79,10 @@ class Guide:
         """Whether the completion may end here."""
         return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as there is one way on."""
+        return list(self._next) or list(self._matcher.compute_ff_tokens())
+
     def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end."""
         allowed = self._vocabulary.allowed(self._matcher)

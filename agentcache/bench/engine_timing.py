@@ -22,8 +22,8 @@ from .baselines import Timed, timed
 
 
 def greedy(new: int, forced: tuple[int, ...] = ()) -> Sampling:
-    """Exactly `new` greedy tokens, the first ones as forced."""
-    return Sampling(max_tokens=new, forced=forced, ignore_eos=True)
+    """Exactly `new` greedy tokens, the first ones as forced. Without drafts: what random weights say repeats itself."""
+    return Sampling(max_tokens=new, forced=forced, ignore_eos=True, draft_tokens=0)
 
 
 def stamps_of(stream: Stream) -> list[tuple[float, int]]:

@@ -20,7 +20,6 @@ from ..kv_spec import KVSpec
 from ..openmp import use_threads
 from . import steps
 from .attention import Attention, Batch, Part
-from .attention_interface import ATTENTION, rotary_hook, running, shadow
 from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of, widths_of
 from .fingerprint import Fingerprint
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from .adapters import Adapter
     from .recurrent import Mixers, RecurrentState
 
-__all__ = ["ATTENTION", "HFModel", "load"]
+__all__ = ["HFModel", "load"]
 
 _PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
 
@@ -74,6 +73,7 @@ class HFModel:
         self._slots: tuple[int, ...] = ()  # of pages, by call of attention
         self._calls = 0  # of attention by the layers that are there while it has its first layers alone
         self._shape: steps.Shape | None = None
+        self._interface: Any = None  # by which transformers' modules attend to pages, once they do
         self.graphs: Any = None  # on a GPU
         self._widths: tuple[int, ...] = ()
         if experts := list(filter(has_experts, self.model.modules())):
@@ -239,8 +239,8 @@ class HFModel:
     @torch.inference_mode()
     def _watched(self, place: int) -> list[Layer]:
         """Every call of attention that one token at a position makes."""
+        at, running = torch.tensor([[place]], device=self.device), self._interface.running
         running.watched, running.config, running.latent = [], self.config, None
-        at = torch.tensor([[place]], device=self.device)
         try:
             self.model(input_ids=torch.zeros_like(at), position_ids=at, use_cache=False)
             return running.watched  # type: ignore[no-any-return]
@@ -249,8 +249,11 @@ class HFModel:
 
     def _adopt(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
-        if not (before := self.config._attn_implementation).startswith(f"{ATTENTION}_"):
-            self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
+        from . import attention_interface
+
+        self._interface, ours = attention_interface, attention_interface.ATTENTION
+        if not (before := self.config._attn_implementation).startswith(f"{ours}_"):
+            self.model.set_attn_implementation(f"{ours}_{'eager' if before == 'eager' else 'sdpa'}")
             self._restore.append(lambda: self.model.set_attn_implementation(before))
         if self.experts:
             from .experts import adopt
@@ -262,7 +265,7 @@ class HFModel:
         from .recurrent import Mixers, layers_with_state
 
         if self.rotary is not None:
-            self._restore.append(self.decoder.rotary_emb.register_forward_hook(rotary_hook).remove)
+            self._restore.append(self.decoder.rotary_emb.register_forward_hook(self._interface.rotary_hook).remove)
         if layers_with_state(self.config):
             self.mixers = Mixers(self.decoder)
             self._restore.append(self.mixers.remove)
@@ -322,6 +325,7 @@ class HFModel:
 
     def _by_modules(self, batch: Batch, ids: torch.Tensor, positions: torch.Tensor, tables: Any, wanted: Any) -> torch.Tensor:
         self._adopt()
+        running = self._interface.running
         running.batch, running.tables, running.layers, running.latent = batch, tables, 0, None
         running.config, running.slots = self.config, self._slots
         head, numerics, token = getattr(self.model.get_output_embeddings(), "weight", None), batch.numerics, batch.token
@@ -378,6 +382,8 @@ class HFModel:
 
     def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
         """Run transformers' own forward over ids [tokens] without a cache: logits [places, vocab], how far each layer's pages are off."""
+        from .attention_interface import shadow
+
         return shadow(self, ids, places)
 
     @torch.inference_mode()

@@ -129,7 +129,7 @@ def test_what_was_looked_through_is_not_looked_through_again(tmp_path: Path, mon
     since: list[int] = []
     monkeypatch.setattr("agentcache.approximate.segments.windows", lambda layout, texts, known: since.append(known) or ())
     scanned: list[int] = []
-    monkeypatch.setattr("agentcache.lifecycle.finite", lambda sequence, start, stop: scanned.append(start) or True)
+    monkeypatch.setattr("agentcache.kv.Sequence.finite", lambda sequence, start, stop: scanned.append(start) or True)
     waiting: list[int] = []
     model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint)

@@ -536,7 +536,7 @@ def test_non_finite_numbers_after_a_segment_are_not_cached(monkeypatch: pytest.M
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
         kept = len(running.store)
-        monkeypatch.setattr("agentcache.lifecycle.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
+        monkeypatch.setattr("agentcache.kv.Sequence.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
         done = running.generate(OTHER, sampling=GREEDY)
         assert (done.ids, done.receipt.precision, done.receipt.bitwise) == (clean.ids, "exact", True)
         [why] = [refusal for refusal in done.receipt.refusals if refusal.reason is Reason.NON_FINITE]

@@ -39,6 +39,7 @@ _INSTEAD = {
     "keep_alive": "the model stays loaded until close()",
     "num_thread": "call torch.set_num_threads()",
     "num_gpu": "say device='cuda' or device='cpu'",
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), "tokens are drafted without being asked"),
     "batch_size": "requests that are there at the same time share a forward",
     "attn_implementation": "agentcache brings its own attention",
 }

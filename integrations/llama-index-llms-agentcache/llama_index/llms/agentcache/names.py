@@ -27,6 +27,7 @@ INSTEAD = {
     "num_beams": "nothing: answers are not searched with beams",
     "num_ctx": "context_window=, which tells LlamaIndex of a smaller context",
     "prompt_key": NO_SERVER,
+    "prompt_lookup_num_tokens": "nothing: tokens are drafted without being asked",
     "quantization_config": f"load_in_4bit=True or load_in_8bit=True; for any other, {LOAD}",
     "query_wrapper_prompt": "completion_to_prompt=lambda text: ..., which writes the whole prompt of complete()",
     "repeat_penalty": "repetition_penalty, which counts the whole text and not its last 64 tokens",

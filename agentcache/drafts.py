@@ -1,0 +1,48 @@
+"""Drafts: guesses at the next tokens of a completion, which one forward computes along with the last token. Knows no model.
+
+A product of few rows takes as long as reading its weights, so a forward of `ROWS` rows takes little longer than one of a single row. Each
+token is still chosen from its own logits; the first one that is not the drafted one ends what the forward was good for. Where a row's bits
+do not depend on the rows beside it, an answer is the same with drafts and without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .kv import Sequence
+from .store.keys import Ids, as_ids
+
+if TYPE_CHECKING:
+    from .model.hf import HFModel
+    from .request import Running
+
+ROWS = 8  # that compiled products read a weight once for (kernels/layer.py)
+WORTH = (0, 1, 3, 3, 7)  # tokens that are drafted after a repetition of so many
+
+
+def draft(model: HFModel, running: Running, most: int) -> list[int]:
+    """At most `most` ids that may follow the last one: none where its state cannot be taken back, or where bits are not promised."""
+    sequence, asked, length = running.sequence, running.asked, len(running.ids)
+    most = min(most, asked.sampling.draft_tokens, asked.sampling.max_tokens - running.completion_tokens - 1)
+    if most <= 0 or not running.receipt.bitwise or running.ranges is not None or model.experts:  # each row has experts of its own
+        return []
+    if not isinstance(sequence, Sequence) or sequence.state is not None or running.scope is None:
+        return []
+    if model.regime(length + most) != running.scope.regime:
+        return []
+    ids, guide = running.ids.array(), running.decoding.guide
+    known = guide.forced()[:most] if guide else []
+    return known + repeated(np.concatenate([ids, as_ids(known)]))[: most - len(known)]
+
+
+def repeated(ids: Ids) -> list[int]:
+    """The ids that followed the last ones where these stood before: at the latest place of the longest repetition."""
+    at, length, last = 0, 0, len(ids) - 1
+    places = np.flatnonzero(ids[:last] == ids[last])
+    while len(places) and length < len(WORTH) - 1:
+        at, length = int(places[-1]) + 1, length + 1
+        places = places[places >= length]
+        places = places[ids[places - length] == ids[last - length]]
+    return ids[at : at + WORTH[length]].tolist()  # type: ignore[no-any-return]
