@@ -29,6 +29,7 @@ ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loade
 WIDE = {8: {1: 8, 2: 4, 4: 2, 6: 2}, 16: {1: 8, 2: 8, 4: 4, 6: 4}}  # by lanes and rows: vectors of slots or channels
 SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
 TASK_BYTES = 1 << 20  # of a task's scores
+WIDENED = 4  # passes from which on a tile is widened: fewer read it as it is stored
 LEAST_PASSES, MOST_PASSES = 2, 16  # of a task: keys and values are read once for all of them
 ALL = 1 << 40  # positions: of a window or chunk that bounds nothing
 _LEAST = -125 * math.log(2)  # what would weigh less is 0
@@ -88,7 +89,9 @@ def attend(
         scratch = room(threads * own // 4)
         factors = jit.bits_of(scale), jit.bits_of(softcap)
         what = (heads, at, passes, per, first, group, window, chunk, heads * chunks, own, line, chunks, rows - 1)
-        jit.run(attention_code, jit.NUMBERS[q.dtype], (count, *sizes), threads, *where, scratch.data_ptr(), *factors, *what)
+        jit.run(
+            attention_code, jit.NUMBERS[q.dtype], (count, *sizes, passes >= WIDENED), threads, *where, scratch.data_ptr(), *factors, *what
+        )
         at += passes * count
     return out
 
@@ -98,9 +101,9 @@ def _tile_bytes(lanes: int, rows: int) -> int:
     return 4 * lanes * WIDE[lanes][ROWS[-1]] * rows
 
 
-def attention_code(code: Code, rows: int, dim: int, width: int, pairs: bool, capped: bool, sunk: bool) -> None:
+def attention_code(code: Code, rows: int, dim: int, width: int, pairs: bool, capped: bool, sunk: bool, widens: bool) -> None:
     """Fields: see `_Task`."""
-    _Task(code, rows, dim, width, pairs, capped, sunk).write()
+    _Task(code, rows, dim, width, pairs, capped, sunk, widens).write()
 
 
 class _Task:
@@ -111,12 +114,12 @@ class _Task:
     own: bytes of a thread's scratch: first a tile, then the rows; line: bytes of a row.
     """
 
-    def __init__(self, code: Code, rows: int, dim: int, width: int, pairs: bool, capped: bool, sunk: bool) -> None:
+    def __init__(self, code: Code, rows: int, dim: int, width: int, pairs: bool, capped: bool, sunk: bool, widens: bool) -> None:
         self.code, self.rows, self.dim, self.width, self.pairs = code, rows, dim, width, pairs
         self.capped, self.sunk, self.lanes = capped, sunk, code.lanes
         self.wide = WIDE[code.lanes][rows]
         self.mixed = next(u for u in (8, 4, 2, 1) if u <= self.wide and width % (self.lanes * u) == 0)
-        self.widens = rows == ROWS[-1]  # others are the few rows after the last whole pass
+        self.widens = widens  # keys and values to fp32 once for all passes
         self.input = "i16" if pairs else "float"
         self.keys, self.values, self.q, self.out, self.sinks, scratch = code.pointers(6)
         self.factor, self.cap = (code.number().everywhere(self.lanes) for _ in range(2))
@@ -173,7 +176,7 @@ class _Task:
         return pieces
 
     def _tile(self, rows: int, source: Value, columns: int, wide: int) -> Callable[[Value], Values]:
-        """Widens `rows` stored rows into the thread's memory; returns a reader of one, or a pair; for few rows, of stored ones."""
+        """Widens `rows` stored rows into the thread's memory; returns a reader of one, or a pair; for few passes, of stored ones."""
         code, step = self.code, 1 + self.pairs
 
         def stored(k: Value) -> Values:
