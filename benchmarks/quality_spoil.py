@@ -25,6 +25,7 @@ from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said, figures
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from agentcache.model.loading import cache_name
 
 from .answers import parse
 
@@ -88,7 +89,7 @@ def computed(model: Any, before: KV | None, ids: Sequence[int]) -> KV:
     """The KV of ids behind `before`."""
     cache = cache_of(before) if before else DynamicCache()
     start = before[0][0].shape[2] if before else 0
-    model(input_ids=torch.tensor([list(ids)]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1, **{cache_name(model): cache})
     return kv_of(cache, start, start + len(ids))
 
 
@@ -171,18 +172,21 @@ def answered(engine: Engine, prefix: KV, tail: Sequence[int], told: Sequence[int
     """The greedy answer behind prefix and tail, and the logits [len(told), vocab] that predict the tokens of `told` (or of the answer)."""
     model, ends = engine.model.model, engine.model.stop_ids | {engine.tokenizer.eos_token_id}
     cache = cache_of(prefix)
-    logits = model(input_ids=torch.tensor([list(tail)]), past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+
+    def logits_of(ids: Sequence[int], **options: Any) -> torch.Tensor:
+        given = {cache_name(model): cache, **options}
+        return model(input_ids=torch.tensor([list(ids)]), use_cache=True, **given).logits[0]  # type: ignore[no-any-return]
+
+    logits = logits_of(tail, logits_to_keep=1)
     behind, seen, drawn = cache.get_seq_length(), [logits[-1:]], [int(logits[-1].argmax())]
     while drawn[-1] not in ends and len(drawn) < ANSWER_TOKENS:
-        logits = model(input_ids=torch.tensor([drawn[-1:]]), past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+        logits = logits_of(drawn[-1:], logits_to_keep=1)
         seen.append(logits[-1:])
         drawn.append(int(logits[-1].argmax()))
     if not told or list(told) == drawn:
         return drawn, torch.cat(seen)
     cache = cache_of(kv_of(cache, 0, behind))
-    rest = (
-        model(input_ids=torch.tensor([list(told[:-1])]), past_key_values=cache, use_cache=True).logits[0] if len(told) > 1 else seen[0][:0]
-    )
+    rest = logits_of(told[:-1]) if len(told) > 1 else seen[0][:0]
     return drawn, torch.cat((seen[0], rest))
 
 

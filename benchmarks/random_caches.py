@@ -10,6 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from agentcache.bench.shapes import fill
 from agentcache.kv_spec import KVSpec
+from agentcache.model.loading import cache_name
 
 
 def random_kv(spec: KVSpec, tokens: int, layer: int) -> tuple[Any, Any]:
@@ -41,6 +42,6 @@ def decode(model: Any, cache: Any, tokens: int, first: int = 0) -> list[float]:
         for _ in range(tokens):
             began = time.perf_counter()
             given = torch.tensor([[token]], device=model.device)
-            token = int(model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+            token = int(model(input_ids=given, use_cache=True, logits_to_keep=1, **{cache_name(model): cache}).logits[0, -1].argmax())
             took.append((time.perf_counter() - began) * 1e3)
     return took

@@ -29,6 +29,7 @@ from agentcache.divergence import divergence
 from agentcache.engine import Engine
 from agentcache.kv import Page, Sequence
 from agentcache.model.attention import Part
+from agentcache.model.loading import cache_in, cache_name
 from agentcache.store.entry import Entry
 from agentcache.terminal import report_errors
 from agentcache.traces import Call
@@ -101,8 +102,8 @@ def answers(
         calls, tied = calls + len(done.message.tool_calls), tied + sum(len(set(row.topk(2).values.tolist())) == 1 for row in exact)
         entries = [one for one in engine.store.tree.entries(namespace) if one.page and one.first + one.page.filled > layout.prefix_tokens]
         with torch.inference_mode():
-            states = plain.model(torch.tensor([[*layout.ids, *done.ids]])).past_key_values.layers
-        stock = [(layer.keys[0], layer.values[0]) for layer in states]
+            states = cache_in(plain.model(torch.tensor([[*layout.ids, *done.ids]])), cache_name(plain.model))
+        stock = [(layer.keys[0], layer.values[0]) for layer in states.layers]
         pages = {way: {one: copied(one, way, layout.prefix_tokens, stock) for one in entries} for way in ways}
         rows = forced(engine, namespace, list(pages.values()), layout.ids, done.ids)
         for way, near in zip(ways, rows, strict=True):

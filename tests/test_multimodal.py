@@ -73,7 +73,8 @@ def test_the_text_of_models_that_also_see_is_reused(name: str, asking: Callable[
         assert hit.receipt.cached_tokens >= group.prefix_tokens
         assert hit.ids == off.ids
         assert torch.equal(logits, expected) or not family.bits
-    own = stock_logits(whole, first.engine.renderer.render(messages, TOOLS).ids)[-1]  # of the very weights that were saved
+    alone = whole.language_model if name == "llama4" else whole  # which asks it for images in each forward: transformers 5.24
+    own = stock_logits(alone, first.engine.renderer.render(messages, TOOLS).ids)[-1]  # of the very weights that were saved
     torch.testing.assert_close(expected[0], own, rtol=0, atol=1e-3 * float(own.abs().max()))
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(MessageError, match=r"messages\[1\]: content part .*image_url.* is not text"):

@@ -22,6 +22,7 @@ from ..kv import Sequence
 from ..model.hf import HFModel
 from ..model.int8 import widened
 from ..model.kernels.instructions import has_16bit_units
+from ..model.loading import cache_in, cache_name
 
 STATIC_STEP = 512  # tokens
 
@@ -69,8 +70,9 @@ def generate(model: Any, ids: Seq[int], new: int, cache: Callable[[], Any] = lam
     plain = GenerationConfig(
         max_new_tokens=new, min_new_tokens=new, do_sample=False, repetition_penalty=1.0, pad_token_id=0, disable_compile=eager
     )
+    held = {} if past is None else {cache_name(model): past}
     with torch.inference_mode():
-        out = model.generate(given, attention_mask=torch.ones_like(given), generation_config=plain, past_key_values=past, streamer=clock)
+        out = model.generate(given, attention_mask=torch.ones_like(given), generation_config=plain, streamer=clock, **held)
     drawn = out[0, len(ids) :].tolist()
     assert len(drawn) == len(clock.stamps) == new, f"generate gave {len(drawn)} tokens in {len(clock.stamps)} puts, {new} were asked for"
     return timed(began, clock.stamps, drawn)
@@ -110,7 +112,7 @@ def kept(model: Any, cache: Any, new_ids: Seq[int]) -> Timed:
     began = time.perf_counter()
     with torch.inference_mode():
         given = torch.tensor([list(new_ids)], device=model.device)
-        token = int(model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+        token = int(model(input_ids=given, use_cache=True, logits_to_keep=1, **{cache_name(model): cache}).logits[0, -1].argmax())
     stamp = time.perf_counter()
     if crops:
         cache.crop(-len(new_ids))
@@ -123,10 +125,9 @@ def cache_of(model: Any, sequence: Sequence, ids: Seq[int]) -> Any:
     tokens = len(ids)
     if sequence.state is not None or sequence.spec.widths:
         with torch.inference_mode():
-            given = torch.tensor([list(ids)], device=model.device)
-            return model(
-                input_ids=given, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1
-            ).past_key_values
+            given, name = torch.tensor([list(ids)], device=model.device), cache_name(model)
+            out = model(input_ids=given, use_cache=True, logits_to_keep=1, **{name: DynamicCache(config=model.config)})
+            return cache_in(out, name)
     cache = DynamicCache(config=model.config)
     for layer in range(sequence.spec.layers):
         keys, values = (t.transpose(0, 1)[None].to(model.dtype).contiguous() for t in sequence.read(layer, 0, tokens))

@@ -61,7 +61,7 @@ def _computed(batch: Batch, module: Any, x: torch.Tensor, chosen: torch.Tensor, 
             h = _product(batch, module, names[0], expert, h)
             h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
             found[at] = _product(batch, module, names[1], expert, h)[:rows]
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # before transformers 5.20 none had one
         found = module.post_expert_norm(found)
     each = (found.view(real, count, -1) * weights[:real, :, None]).unbind(1)
     total = each[0]

@@ -355,12 +355,11 @@ class HFModel:
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Any, state: Any = None) -> torch.Tensor:
         call: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": state is not None}
-        call[cache_name(self.decoder)] = state
         if not len(wanted) and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
-            self.decoder(**call)
+            self.decoder(**call, **{cache_name(self.decoder): state})
             return torch.empty(0, self.vocab, dtype=torch.float32)
         kept = wanted if isinstance(wanted, torch.Tensor) else self._padded(wanted or [0])
-        logits = self.model(**call, logits_to_keep=kept).logits[0]
+        logits = self.model(**call, **{cache_name(self.model): state}, logits_to_keep=kept).logits[0]
         logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them
         return logits[: len(wanted)].float()  # type: ignore[no-any-return]
 

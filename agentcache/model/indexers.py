@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from .attention import Attention, Batch, Part, write
 from .attention_interface import running
 from .family import watch
+from .loading import cache_name
 
-_GIVEN = {"hidden_states", "attention_mask", "past_key_values"}
 NARROW = 32  # tokens that a row sees in a proof: fewer than there are
 
 
@@ -54,7 +54,7 @@ class _Hooks:
     """Lets an indexer choose part by part in a packed forward. engines: the number of those that need it."""
 
     def __init__(self, module: Any) -> None:
-        self.engines, self._signature = 0, inspect.signature(module.forward)
+        self.engines, self._signature, self._cache = 0, inspect.signature(module.forward), cache_name(module)
         self._handles = [module.register_forward_pre_hook(self, with_kwargs=True), module.register_forward_hook(self._join)]
 
     def leave(self) -> None:
@@ -67,13 +67,13 @@ class _Hooks:
         batch: Batch | None = getattr(running, "batch", None)
         given = self._signature.bind(*args, **kwargs).arguments
         if batch is None and getattr(running, "watched", None) is not None:
-            return (), {**given, "past_key_values": _Watched(module)}
+            return (), {**given, self._cache: _Watched(module)}
         if batch is None and getattr(running, "shadow", None) is None:
             return None
         slot, running.layers = running.slots[running.layers], running.layers + 1
         if batch is None:
             return None
-        calls = [_call(batch, part, slot, given) for part in batch.parts]
+        calls = [{**_call(batch, part, given), self._cache: _Pages(part, slot)} for part in batch.parts]
         running.chosen = [module.forward(**call) for call in calls[:-1]]
         return (), calls[-1]
 
@@ -116,19 +116,20 @@ class _Pages:
 
 def _fits(module: Any) -> bool:
     """Tell whether a module chooses tokens by keys of a cache; others choose blocks of what they have compressed themselves."""
-    return hasattr(module, "index_topk") and inspect.signature(module.forward).parameters.keys() >= _GIVEN
+    given = {"hidden_states", "attention_mask"}
+    return hasattr(module, "index_topk") and inspect.signature(module.forward).parameters.keys() >= {*given, cache_name(module)}
 
 
 def _hooks_of(module: nn.Module) -> _Hooks | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hooks)), None)
 
 
-def _call(batch: Batch, part: Part, slot: int, given: dict[str, Any]) -> dict[str, Any]:
-    """What the module is given for the rows of one part."""
+def _call(batch: Batch, part: Part, given: dict[str, Any]) -> dict[str, Any]:
+    """What the module is given for the rows of one part, but for its cache."""
     own, stop = {name: _rows(value, part, batch.rows) for name, value in given.items()}, part.start + part.count
     at = torch.arange(stop, device=given["hidden_states"].device)
     visible = ~Attention(1.0).hidden(at[part.start :, None], at[None])[None]
-    return {**own, "attention_mask": visible, "past_key_values": _Pages(part, slot)}
+    return {**own, "attention_mask": visible}
 
 
 def _rows(value: Any, part: Part, rows: int) -> Any:

@@ -227,8 +227,14 @@ def layers_of(decoder: Any) -> torch.nn.ModuleList:
 
 
 def cache_name(model: Any) -> str:
-    """The keyword by which a model takes its cache: Mamba's says `cache_params`."""
-    return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    """The keyword by which a module takes its cache: `cache` since transformers 5.24, Mamba's said `cache_params` before."""
+    takes = inspect.signature(type(model).forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in takes), "past_key_values")
+
+
+def cache_in(out: Any, name: str) -> Any:
+    """The cache in a module's output, whose class may be newer than the module's code; None without one."""
+    return getattr(out, "cache" if hasattr(out, "cache") else name, None)
 
 
 @contextmanager

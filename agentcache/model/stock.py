@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from .kernels.dispatch import RowPureLinear
-from .loading import cache_name
+from .loading import cache_in, cache_name
 
 
 def run(
@@ -36,11 +36,11 @@ def _forward(model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor,
         rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
     if not isinstance(state, torch.Tensor):
         keyword = cache_name(model)
-        held = DynamicCache(config=config) if state is None and keyword == "past_key_values" else state
+        held = DynamicCache(config=config) if state is None and keyword != "cache_params" else state
         given = _taken(model, {"use_cache": True, "logits_to_keep": 1, keyword: held})
         out = model(input_ids=ids[None], **given)
-        if keyword in given and getattr(out, keyword, None) is not None:
-            return out.logits[0, -1].float(), out[keyword]
+        if keyword in given and (grown := cache_in(out, keyword)) is not None:
+            return out.logits[0, -1].float(), grown
     ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
     return model(input_ids=ids[None], **_taken(model, {"use_cache": False})).logits[0, -1].float(), ids
 

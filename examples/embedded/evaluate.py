@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentcache.model.loading import cache_in, cache_name
+
 from . import model as models
 from .packing import Encoder, Ints, Pack, pack, samples_of
 from .world.dialogues import Bundle, bundle
@@ -108,10 +110,10 @@ def line(cell: Set, scores: dict[str, Scores]) -> str:
 @torch.inference_mode()
 def greedy(model: Any, prompt: Ints, stop: int, limit: int = 120) -> list[int]:
     """The likeliest tokens one by one, with a KV cache; the model must attend as stock models do."""
-    ids, cache, out = torch.from_numpy(prompt)[None], None, []
+    ids, cache, out, name = torch.from_numpy(prompt)[None], None, [], cache_name(model)
     while len(out) < limit:
-        said = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache = said.past_key_values
+        said = model(input_ids=ids, use_cache=True, **{name: cache})
+        cache = cache_in(said, name)
         out.append(int(said.logits[0, -1].argmax()))
         if out[-1] == stop:
             break

@@ -20,6 +20,7 @@ from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said
 from agentcache.engine import Engine
 from agentcache.errors import GenerationError
+from agentcache.model.loading import cache_in, cache_name
 from benchmarks import quality, quality_baselines, quality_spoil
 from examples.embedded import cases as drawn
 from examples.embedded import checkpoints
@@ -290,7 +291,7 @@ def apart(one: quality_spoil.KV, other: quality_spoil.KV) -> float:
 def test_re_indexed_keys_are_those_of_the_other_positions(spoilt: Any) -> None:
     engine, given, _ = spoilt
     model, ids = engine.model.model, torch.tensor([given.ids[:40]])
-    later = model(input_ids=ids, position_ids=torch.arange(9, 49)[None], use_cache=True).past_key_values
+    later = cache_in(model(input_ids=ids, position_ids=torch.arange(9, 49)[None], use_cache=True), cache_name(model))
     kv = quality_spoil.computed(model, None, given.ids[:40])
     assert apart(quality_spoil.turned(model, kv, 9), quality_spoil.kv_of(later, 0, 40)) < 1e-5
     assert apart(kv, quality_spoil.kv_of(later, 0, 40)) > 1e-3

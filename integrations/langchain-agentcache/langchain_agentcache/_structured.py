@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_origin
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage
@@ -118,7 +118,7 @@ def _for_tracers(schema: Any, form: Mapping[str, Any]) -> Any:
 
 def _check(schema: Any) -> None:
     """Refuse what would be read as a function of no arguments, or fail without saying whose fault it is."""
-    is_form = isinstance(schema, Mapping) or callable(schema)
+    is_form = isinstance(schema, Mapping) or callable(schema) and get_origin(schema) is None
     if isinstance(schema, type):
         is_form = is_basemodel_subclass(schema) or is_typeddict(schema) or bool(getattr(schema, "__annotations__", None))
     if not is_form:

@@ -8,7 +8,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_origin
 
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
@@ -66,6 +66,8 @@ def reason(error: BaseException) -> str:
 
 def _formatted(tool: Any) -> Formatted:
     try:
+        if get_origin(tool) is not None:  # which Python 3.14 describes as the function that makes one
+            raise TypeError("a type with parameters")
         made = convert_to_openai_tool(tool)
     except UNDESCRIBABLE as error:
         raise ModelInvalidRequestError(f"tool {tool!r:.200}: cannot be described to a model ({reason(error)})") from error

@@ -142,6 +142,8 @@ class Holds(BaseModel):
 def test_forms_that_cannot_be_written(chat: Any, schema: Any, method: Any) -> None:
     with pytest.raises(errors.ModelInvalidRequestError, match="(tool|schema=).*(cannot be|must be)"):
         chat().with_structured_output(schema, method=method)
+    with pytest.raises(errors.ModelInvalidRequestError, match="tool .* cannot be described"):
+        chat().bind_tools([schema])
 
 
 def test_no_title_is_needed(chat: Any) -> None:
