@@ -14,7 +14,7 @@ import typer
 
 from agentcache import Engine, Sampling
 from agentcache.bench import report
-from agentcache.bench.options import Dtype, DtypeOption, IsaOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, ToolsDir
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, ToolsDir
 from agentcache.terminal import report_errors
 from agentcache.traces import Answers, Call, read, texts
 
@@ -59,7 +59,6 @@ def main(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = Dtype.bfloat16,
-    isa: IsaOption = None,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
