@@ -1,8 +1,8 @@
-"""Drafts: guesses at the next tokens of a completion, which one forward computes along with the last token. Knows no model.
+"""Drafts: guesses at the next tokens of a completion, which one forward computes along with the last token. Runs no model.
 
 A product of few rows takes as long as reading its weights, so a forward of `ROWS` rows takes little longer than one of a single row. Each
-token is still chosen from its own logits; the first one that is not the drafted one ends what the forward was good for. Where a row's bits
-do not depend on the rows beside it, an answer is the same with drafts and without.
+token is still chosen from its own logits. The first one that differs from its draft discards the drafts after it. Where a row's bits do not
+depend on the rows beside it, an answer is the same with drafts and without.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class Scheduler:
         budget = self.chunk_tokens
         if pack:
             room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
-            budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), ROWS)))
+            budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), ROWS)))  # drafts fill up ROWS at most
         for request in sorted((r for r in self._live if r.filling), key=_turn_of):
             if budget <= 0:
                 request.skipped += 1

@@ -17,6 +17,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,9 @@ class Guide:
         return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
 
     def forced(self) -> list[int]:
-        """The next tokens, as far as there is one way on."""
-        return list(self._next) or list(self._matcher.compute_ff_tokens())
+        """The next tokens, as far as there is one way on, and the model has them."""
+        known = self._next or self._matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: token < self._vocab, known))
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end."""

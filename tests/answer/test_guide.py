@@ -184,3 +184,14 @@ def test_more_optional_properties_than_the_parser_takes_are_refused() -> None:
     schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
     with pytest.raises(ConfigError, match="cannot be enforced: .*max is"):
         grammars().guide(Constraint(schema=schema), [], "", max_tokens=100)
+
+
+def test_forced_tokens_are_those_that_the_model_has() -> None:
+    made = grammars(sorted(FAMILIES)[0])
+    guide = made.guide(Constraint(regex="The harbour is open"), (), "", max_tokens=60)
+    assert guide is not None
+    whole = guide.forced()
+    assert len(whole) > 1
+    at = whole.index(max(whole))
+    guide._vocab = whole[at]  # a model with fewer ids than its tokenizer
+    assert guide.forced() == whole[:at]
