@@ -12,8 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
+import typer.main
+
+from tests import compiled
 
 if TYPE_CHECKING:
     from agentcache import Engine
@@ -30,6 +34,26 @@ def pytest_collection_finish() -> None:
         none = providers.Constants()
         providers._get_local_constants = lambda: none  # type: ignore[attr-defined]
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_parser() -> Iterator[None]:
+    """Build the parser of all commands once, not for each one that a test gives."""
+    with mock.patch("typer.testing._get_command", functools.cache(typer.main.get_command)):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile a kernel, choose among kernels and prove a model once for all workers, whose folders lie beside each other."""
+    place = tmp_path_factory.getbasetemp()
+    compiled.share((place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "compiled")
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find nothing of other tests and leave them nothing: for tests of what is kept, or of a proof that something else decides."""
+    monkeypatch.setattr(compiled, "shared", None)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests import compiled
 
 SERVER = multiprocessing.get_context("forkserver")
 IMPORTED = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "llvmlite.binding"]
@@ -28,7 +31,7 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *given: object) -> None:
         self.pipe, pipe = SERVER.Pipe()
-        self.process: BaseProcess = SERVER.Process(target=function, args=(pipe, *given))
+        self.process: BaseProcess = SERVER.Process(target=_begin, args=(function, compiled.shared, pipe, *given))
         with mock.patch.dict(os.environ, PYTHONWARNDEFAULTENCODING="1"):  # which Python reads as it starts: here, the server
             self.process.start()
         pipe.close()
@@ -63,6 +66,12 @@ def program(source: str, *arguments: object, **environment: str) -> tuple[str, s
     child.process.join(260.0)
     assert child.process.exitcode == 0, warned
     return printed, warned
+
+
+def _begin(function: Callable[..., None], shared: Path | None, *given: object) -> None:
+    if function is not _run:  # a program imports what it likes
+        compiled.share(shared)
+    function(*given)
 
 
 def _run(parent: Connection, source: str, arguments: list[str], environment: dict[str, str]) -> None:

@@ -224,7 +224,7 @@ def test_the_shipped_model_ignores_a_clock_at_the_tail() -> None:
 def test_the_shipped_model_takes_no_day_for_an_id() -> None:
     day = (Message("user", "Today is 2026-11-23."),)
     talks = [one for one in cases.episodes("hermes", 100, held="validation") if one.kind == "siblings"]
-    plain = [step for talk in talks[:20] for step in talk.steps[2:]]
+    plain = [step for talk in talks[:10] for step in talk.steps[2:]]
     assert {step.prompt[-1]["role"] for step in plain} == {"user", "tool"}
     with Engine("embedded", store=None) as engine:
         asked = (plain, [replace(step, volatile=day) for step in plain])

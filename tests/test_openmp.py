@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from agentcache import openmp
 from tests.checkout import ROOT
 from tests.engines import wait_until
+from tests.processes import Child
 
 TASKS = Path("/proc/self/task")
 PROGRAM = """
@@ -60,20 +62,26 @@ def compute() -> int:
     return tasks()
 
 
-def test_a_released_team_is_gone() -> None:
+def teams(parent: Connection) -> None:
+    """In a process of its own, as threads of other tests end when they like: threads that a team adds, after each step."""
+    torch.set_num_threads(2)
     with ThreadPoolExecutor(1) as pool:
         alone = pool.submit(tasks).result()
-        assert pool.submit(compute).result() == alone + 1
+        parent.send(pool.submit(compute).result() - alone)
         pool.submit(openmp.release_team).result()
-        assert wait_until(lambda: tasks() == alone)
-        assert pool.submit(compute).result() == alone + 1, "the next product has one again"
-
-
-def test_a_thread_that_computes_alone_has_none() -> None:
+        parent.send(wait_until(lambda: tasks() == alone))
+        parent.send(pool.submit(compute).result() - alone)
+        pool.submit(openmp.release_team).result()
     with ThreadPoolExecutor(1, initializer=openmp.use_one_thread) as pool:
-        assert pool.submit(compute).result() == pool.submit(tasks).result()
-        assert pool.submit(torch.get_num_threads).result() == 1
-    assert torch.get_num_threads() == 2, "others compute with as many as before"
+        parent.send(pool.submit(compute).result() - pool.submit(tasks).result())
+        parent.send((pool.submit(torch.get_num_threads).result(), torch.get_num_threads()))
+
+
+def test_a_released_team_is_gone_and_comes_again() -> None:
+    child = Child(teams)
+    assert [child.hear() for _ in range(3)] == [1, True, 1]
+    assert child.hear() == 0, "a thread that computes alone has none"
+    assert child.end() == (1, 2), "others compute with as many as before"
 
 
 def test_callers_and_an_idle_device_have_none() -> None:

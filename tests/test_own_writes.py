@@ -48,6 +48,7 @@ NOTES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.usefixtures("compiled_anew")  # a proof runs forwards, which is when writes are seen
 @pytest.mark.parametrize("kind", NOTES)
 def test_what_a_forward_writes_itself_is_no_change(kind: str, tmp_path: Path) -> None:
     note, refused = NOTES[kind]

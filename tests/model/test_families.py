@@ -71,6 +71,7 @@ def test_the_own_loop_runs_the_families_it_names() -> None:
     assert {models.build(DENSE[name][0]).config.model_type for name in STEPPED} == OWN_LOOP
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("family", families.TINY)
 def test_every_family_proves_itself(family: str) -> None:
     model = families.build(family)
@@ -200,6 +201,7 @@ def test_other_layers_answer_through_the_stock_path(name: str) -> None:
     held.close()
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_a_family_that_is_broken_on_purpose_fails_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(family: str, **broken: Any) -> str:
         with monkeypatch.context() as patched:

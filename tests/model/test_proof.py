@@ -25,6 +25,8 @@ from tests.families import tokens
 from tests.processes import Child
 from tests.saved_adapters import answer, same
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")
+
 
 @pytest.fixture
 def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

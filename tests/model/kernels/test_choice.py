@@ -15,7 +15,10 @@ from agentcache.model.kernels import choice, jit
 from tests import models
 from tests.families import Run, differing, tokens
 
-pytestmark = pytest.mark.skipif(jit.compiler() is None or len(choice.candidates(torch.float32)) == 1, reason="nothing to choose from")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.skipif(jit.compiler() is None or len(choice.candidates(torch.float32)) == 1, reason="nothing to choose from"),
+]
 FP32 = torch.float32
 
 

@@ -17,7 +17,10 @@ from agentcache.model import loading as loading_of_models
 from agentcache.model.kernels import jit, linear_compiled, object_cache
 from agentcache.store.disk.folder import Folder
 
-pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime"),
+]
 Process = Callable[[], tuple[Any, list[str]]]
 
 
