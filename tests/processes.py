@@ -32,7 +32,8 @@ class Child:
     def __init__(self, function: Callable[..., None], *given: object) -> None:
         self.pipe, pipe = SERVER.Pipe()
         self.process: BaseProcess = SERVER.Process(target=_begin, args=(function, compiled.shared, pipe, *given))
-        with mock.patch.dict(os.environ, PYTHONWARNDEFAULTENCODING="1"):  # which Python reads as it starts: here, the server
+        # The server starts with the first one. Python reads the first of these as it starts; a test may have set the other.
+        with mock.patch.dict(os.environ, PYTHONWARNDEFAULTENCODING="1", AGENTCACHE_DIR=""):
             self.process.start()
         pipe.close()
 
