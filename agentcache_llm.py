@@ -7,7 +7,9 @@ the command `agentcache` and the framework integrations enter here and get an er
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import importlib.machinery
 import importlib.util
 import re
@@ -113,6 +115,7 @@ def main() -> None:
         sys.exit(f"agentcache: {found}")
     from agentcache.cli.app import app
 
+    atexit.register(gc.freeze)  # or Python looks at 400,000 objects of PyTorch and transformers, for a second, as it ends
     try:
         app(prog_name=PACKAGE, obj=conflict)
     except OSError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import gc
 import os
 import subprocess
 import sys
@@ -164,3 +166,12 @@ def test_the_error_has_its_class_under_a_taken_name(tmp_path: Path) -> None:
     program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import agentcache_llm; agentcache_llm.check()"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert "ForeignPackageError: `import agentcache` finds" in done.stderr
+
+
+def test_the_command_ends_without_a_look_at_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(sys, "argv", ["agentcache", "--version"])
+    with pytest.raises(SystemExit):
+        agentcache_llm.main()
+    assert gc.freeze in at_exit
