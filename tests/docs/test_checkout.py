@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.checkout import ROOT
 
@@ -22,6 +26,21 @@ def test_ci_runs_the_readmes_check() -> None:
     assert run.stat().st_mode & 0o111
     assert run.read_text(encoding="utf-8").rstrip().endswith("exec make test")
     assert "test" in subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_what_is_pinned_for_every_python_runs_on_the_oldest() -> None:
+    """As far as it is installed here; elsewhere the resolver would search for hours."""
+    oldest, wrong = {"python_version": "3.10"}, []
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#") or ((pin := Requirement(line)).marker and not pin.marker.evaluate(oldest)):
+            continue
+        try:
+            found = distribution(pin.name)
+        except PackageNotFoundError:
+            continue
+        if found.version in pin.specifier and "3.10" not in SpecifierSet(found.metadata["Requires-Python"] or ""):
+            wrong.append(line)
+    assert wrong == []
 
 
 def test_structure_names_every_module() -> None:
