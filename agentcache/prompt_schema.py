@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .errors import SchemaError, shown
 from .types import Message, Role
 
-if TYPE_CHECKING or sys.version_info >= (3, 11):
+if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib

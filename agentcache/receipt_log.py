@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class ReceiptLog:
             raise
         except (OSError, ValueError) as error:
             raise ConfigError(f"receipts={str(folder)!r}: {error}; name a folder of your own, or one to be made") from error
-        self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
         self._lock = threading.Lock()
         self._chain, self._lines, self._files, self._file = bytes(KEY_BYTES), 0, 0, -1
         self._room, self._closed = 0, False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from re import _constants as codes  # type: ignore[attr-defined]  # the standard library's own parser of patterns
-from re import _parser as parser  # type: ignore[attr-defined]
+import sys
 from typing import Any
+
+# The standard library's own parser of patterns. Nodes say by their names of which kind they are.
+parser = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
 CHARACTERS = "a0 A_-.,:x1\n!"  # tried for a set of characters, in this order
 LONGEST = 200  # characters of a suffix
@@ -26,18 +29,18 @@ def _ends(nodes: Any, rest: str) -> tuple[list[str], str]:
     found = [rest]
     for kind, value in reversed(list(nodes)):
         inside: list[str] = []
-        if kind in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
+        if str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             least, _, body = value
             inside, once = _ends(body, rest)
             text = once[: len(once) - len(rest)]
             rest = text * min(least, LONGEST) + rest
-        elif kind is codes.BRANCH:
+        elif str(kind) == "BRANCH":
             ways = [_ends(way, rest) for way in value[1]]
             inside = [text for found_in, _ in ways for text in found_in]
             rest = min((start for _, start in ways), key=len)
-        elif kind is codes.SUBPATTERN:
+        elif str(kind) == "SUBPATTERN":
             inside, rest = _ends(value[-1], rest)
-        elif kind is not codes.AT:
+        elif str(kind) != "AT":
             rest = _character(kind, value) + rest
         found += [*inside, rest]
     return found, rest
@@ -45,26 +48,27 @@ def _ends(nodes: Any, rest: str) -> tuple[list[str], str]:
 
 def _character(kind: Any, value: Any) -> str:
     """A character that this node matches. Raises ValueError for a node of another kind."""
-    if kind is codes.LITERAL:
+    if str(kind) == "LITERAL":
         return chr(value)
-    if kind is codes.ANY:
+    if str(kind) == "ANY":
         return CHARACTERS[0]
-    if kind is codes.NOT_LITERAL:
+    if str(kind) == "NOT_LITERAL":
         return next(each for each in CHARACTERS if ord(each) != value)
-    if kind is not codes.IN:
+    if str(kind) != "IN":
         raise ValueError(f"{kind!s} has no character of its own")
-    negated = value[0][0] is codes.NEGATE
+    negated = str(value[0][0]) == "NEGATE"
     members = value[negated:]
-    first = [chr(each) for code, each in members if code is codes.LITERAL] + [chr(each[0]) for code, each in members if code is codes.RANGE]
+    first = [chr(each) for code, each in members if str(code) == "LITERAL"]
+    first += [chr(each[0]) for code, each in members if str(code) == "RANGE"]
     tried = [*CHARACTERS] if negated else [*first, *CHARACTERS]
     matching = (each for each in tried if any(_holds(code, part, each) for code, part in members) is not negated)
     return next(matching, "")
 
 
 def _holds(code: Any, part: Any, character: str) -> bool:
-    if code is codes.LITERAL:
+    if str(code) == "LITERAL":
         return ord(character) == part
-    if code is codes.RANGE:
+    if str(code) == "RANGE":
         return bool(part[0] <= ord(character) <= part[1])
     category = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}[str(part).rsplit("_", 1)[-1]]
     return (re.match(category, character) is not None) is not ("_NOT_" in str(part))
