@@ -70,19 +70,22 @@ class CallerWarnings:
 
 
 def _of_pool(worker: FrameType, passed: list[Any]) -> FrameType | None:
-    """The frame of another thread that holds the pool in which a worker runs, as one that maps over it and waits; None if none does.
+    """The frame of another thread that waits for what a worker does: it holds the pool, or the work among other work; None if none does.
 
     passed: pools whose frames were looked at already; adds this one.
     """
-    reference = worker.f_locals.get("executor_reference")  # a name in the standard library's own code
+    reference = worker.f_locals.get("executor_reference")  # names in the standard library's own code
     pool = reference() if reference is not None else None
     if pool is None or pool in passed:
         return None
     passed.append(pool)
+    work = getattr(worker.f_locals.get("work_item"), "future", None)
     for thread, running in sys._current_frames().items():
         frame: FrameType | None = running if thread != threading.get_ident() else None
         while frame is not None:
-            if any(value is pool for value in list(frame.f_locals.values())) and frame.f_code is not worker.f_code:
+            held = list(frame.f_locals.values())
+            waits = any(one is pool or (work is not None and isinstance(one, (set, dict)) and work in one) for one in held)
+            if waits and frame.f_code is not worker.f_code:
                 return frame
             frame = frame.f_back
     return None

@@ -6,8 +6,8 @@ import asyncio
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +65,21 @@ def test_threads_of_a_pool_name_the_line_that_waits(framework: CallerWarnings) -
         inside["batch"](framework.warn)
 
     assert [(said.filename, said.lineno) for said in caught(begun)] == [(__file__, begun.__code__.co_firstlineno + 1)] * 2
+
+
+def test_work_in_a_pool_names_the_line_that_waits(framework: CallerWarnings) -> None:
+    inside: dict[str, Any] = {"__name__": "framework.inside", "wait": wait, "Event": threading.Event}
+    late = "def late(begins, function):\n begins.wait()\n function('x')\n"  # once its pool has taken it
+    run = "def run(submit, function):\n begins = Event()\n work = {submit(late, begins, function)}\n begins.set()\n wait(work)"
+    exec(compile(late + run, "framework.py", "exec"), inside)
+    held = SimpleNamespace(pool=ThreadPoolExecutor(1))  # as LangGraph holds its own: no frame sees it
+
+    def begun() -> None:
+        inside["run"](held.pool.submit, framework.warn)
+
+    (said,) = caught(begun)
+    held.pool.shutdown()
+    assert (said.filename, said.lineno) == (__file__, begun.__code__.co_firstlineno + 1)
 
 
 def test_a_thread_of_nobody_is_warned_in_all_the_same(framework: CallerWarnings) -> None:
