@@ -318,6 +318,8 @@ class Account:
 
     def record_end(self, reason: FinishReason | None, exact_until: int | None) -> None:
         """The request is answered, or ended otherwise. exact_until: of its sequence, None where it has none."""
+        if not self._first and reason in ("stop", "length"):  # an answer without tokens
+            self.record_filled()
         self.receipt.finish_reason = reason or self.receipt.finish_reason
         self.receipt.exact_until = self.receipt.exact_until if exact_until is None else exact_until
 

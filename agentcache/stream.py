@@ -232,12 +232,11 @@ class Completions:
         repeated = len(generated) if layout.ephemeral_tokens else 0
         account.record_saving(cached * self._scheduler.ms_per_token, self._model.flops(cached), repeated, missed)
         logprobs = tuple(running.decoding.logprobs)
-        shortened = running.decoding.guide is not None and running.decoding.guide.shortened
+        cut, guide = _cut_short(running, parser), running.decoding.guide
+        shortened = guide is not None and guide.shortened and not cut
         if shortened:
             account.record_note(f"a text or a list of the answer ended early, to fit into max_tokens={asked.sampling.max_tokens}: raise it")
-        return Completion(
-            text.text, generated, message, running.receipt, parser.invalid_calls, _cut_short(running, parser), shortened, logprobs
-        )
+        return Completion(text.text, generated, message, running.receipt, parser.invalid_calls, cut, shortened, logprobs)
 
 
 def _cut_short(running: Running, parser: AnswerParser) -> bool:

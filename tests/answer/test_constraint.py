@@ -169,6 +169,19 @@ def test_a_shortened_answer_is_told() -> None:
         assert (whole.shortened, whole.receipt.notes) == (False, [])
 
 
+def test_a_cut_answer_has_times_and_did_not_fit() -> None:
+    one = Constraint(grammar='start: "x"')
+    with engine() as running:
+        tries = [running.generate(ASKED, TOOLS, sampling=hot(seed, 6), constraint=one) for seed in range(20)]
+    cut = [done for done in tries if done.cut]
+    assert [done.ids for done in cut].count(()), "a call has no room"
+    for receipt, shortened in ((done.receipt, done.shortened) for done in cut):
+        assert (shortened, receipt.notes) == (False, [])
+        assert receipt.prefill_ms > 0
+        parts = (receipt.layout_ms, receipt.load_ms, receipt.queue_ms, receipt.match_ms, receipt.prefill_ms)
+        assert sum(parts) == pytest.approx(receipt.ttft_ms, abs=1.0)
+
+
 def test_packs_keep_requests_apart() -> None:
     asked = [chat(f"Question {n}?") for n in range(6)]
     kinds = [Constraint("any", parallel=False), None, Constraint(schema=SHIP), Constraint("ping"), None, Constraint("none")]
