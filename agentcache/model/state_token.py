@@ -78,7 +78,9 @@ class StateToken:
         self._versions = list(map(_version, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._placed))
         owned = [module.__dict__ for module in self.modules]
-        held = [(own[name], written.get(module, ())) for module, own in zip(self.modules, owned) for name in _HOLDERS if own[name]]
+        # transformers before 5.21 puts another inv_freq into those whose frequencies are of the last call
+        replaced = {m: {"inv_freq"} for m, own in zip(self.modules, owned) if changes_by_length(own.get("rope_type"))}
+        held = [(own[name], {**replaced, **written}.get(m, ())) for m, own in zip(self.modules, owned) for name in _HOLDERS if own[name]]
         holders = [holder for holder, names in held if not holder.keys() & names]
         # Tensors of many values cannot be compared, which `_Copies` takes for a change; one of a single value may equal another. Nor does
         # it see the order of a dictionary, in which layers run

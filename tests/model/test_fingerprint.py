@@ -15,6 +15,7 @@ from agentcache.bench import families
 from agentcache.model import behaviour, fingerprint
 from agentcache.model.fingerprint import Fingerprint
 from agentcache.model.hf import HFModel
+from agentcache.model.state_token import StateToken
 from tests import models
 from tests.families import Run, greedy, tokens
 from tests.processes import Child
@@ -270,3 +271,14 @@ def test_a_function_beside_a_forward_counts(monkeypatch: pytest.MonkeyPatch) -> 
     before = known.layers
     monkeypatch.setattr(sys.modules[type(model.model.rotary_emb).__module__], "rotate_half", lambda x: x)
     assert first_difference(before, known.layers) == first_difference(before, layers(model, "aten")) == 0
+
+
+@pytest.mark.parametrize("kind", ["longrope", "default"])
+def test_another_inv_freq_of_the_last_call_is_no_change(kind: str) -> None:
+    """As transformers 5.20, the last one for Python 3.10, exchanges it where an answer outgrows the window."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 128, "factor": 4.0}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **(factors if kind == "longrope" else {})}
+    model = models.build("phi3", max_position_embeddings=512, original_max_position_embeddings=128, rope_parameters=rope)
+    token, rotary = StateToken(model), model.model.rotary_emb
+    rotary.register_buffer("inv_freq", rotary.inv_freq * 2, persistent=False)
+    assert token.moved() is (kind == "default")
