@@ -78,7 +78,7 @@ class StateToken:
         self._versions = list(map(_version, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._placed))
         owned = [module.__dict__ for module in self.modules]
-        # transformers before 5.21 puts another inv_freq into those whose frequencies are of the last call
+        # modules whose frequencies are of the last call exchange inv_freq: dynamic NTK does, longrope up to transformers 5.20
         replaced = {m: {"inv_freq"} for m, own in zip(self.modules, owned) if changes_by_length(own.get("rope_type"))}
         held = [(own[name], {**replaced, **written}.get(m, ())) for m, own in zip(self.modules, owned) for name in _HOLDERS if own[name]]
         holders = [holder for holder, names in held if not holder.keys() & names]
