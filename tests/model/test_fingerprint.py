@@ -278,7 +278,7 @@ def test_another_inv_freq_of_the_last_call_is_no_change(kind: str) -> None:
     """As dynamic NTK exchanges it at a longer prompt, beside shorter ones; longrope does up to transformers 5.20."""
     long = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 128, "factor": 4.0}
     rope = {"rope_type": kind, "rope_theta": 10000.0, **{"longrope": long, "dynamic": {"factor": 4.0}, "default": {}}[kind]}
-    model = models.build("phi3", max_position_embeddings=512, original_max_position_embeddings=128, rope_parameters=rope)
+    model = models.build("llama", max_position_embeddings=512, rope_parameters=rope)
     token, rotary = StateToken(model), model.model.rotary_emb
     rotary.register_buffer("inv_freq", rotary.inv_freq * 2, persistent=False)
     assert token.moved() is (kind == "default")
