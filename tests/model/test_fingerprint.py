@@ -282,3 +282,5 @@ def test_another_inv_freq_of_the_last_call_is_no_change(kind: str) -> None:
     token, rotary = StateToken(model), model.model.rotary_emb
     rotary.register_buffer("inv_freq", rotary.inv_freq * 2, persistent=False)
     assert token.moved() is (kind == "default")
+    rotary.register_buffer("original_inv_freq", rotary.original_inv_freq.clone(), persistent=False)
+    assert token.moved(), "what the next frequencies are made of is another"
