@@ -79,16 +79,14 @@ class StateToken:
         self._pointers = list(map(torch.Tensor.data_ptr, self._placed))
         owned = [module.__dict__ for module in self.modules]
         # dynamic NTK exchanges inv_freq in its own calls, longrope up to transformers 5.20; none of their other buffers
-        by_length = [own["_buffers"] for own in owned if changes_by_length(own.get("rope_type"))]
+        by_length = [_Rest(own["_buffers"], frozenset({"inv_freq"})) for own in owned if changes_by_length(own.get("rope_type"))]
         held = [(own[name], written.get(module, ())) for module, own in zip(self.modules, owned) for name in _HOLDERS if own[name]]
-        held = [known for known in held if not any(known[0] is buffers for buffers in by_length)]
-        holders = [holder for holder, names in held if not holder.keys() & names]
+        holders = [one for one, names in held if not one.keys() & names and not any(one is rest._own for rest in by_length)]
         # Tensors of many values cannot be compared, which `_Copies` takes for a change; one of a single value may equal another. Nor does
         # it see the order of a dictionary, in which layers run
         ordered = {id(m._modules) for m in self.modules if isinstance(m, _CONTAINERS) and len(m._modules) > 1}
         exact = [id(holder) in ordered or any(map(_is_number, holder.values())) for holder in holders]
-        others = [_Rest(buffers, frozenset({"inv_freq"})) for buffers in by_length]
-        self._held = _Copies([*others, *(holder for holder, by_id in zip(holders, exact) if not by_id)])
+        self._held = _Copies([*by_length, *(holder for holder, by_id in zip(holders, exact) if not by_id)])
         self._exact = [holder for holder, by_id in zip(holders, exact) if by_id]
         self._exact_held = list(chain.from_iterable(holder.values() for holder in self._exact))
         self._ids = list(map(id, self._exact_held))
