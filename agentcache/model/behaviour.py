@@ -48,6 +48,11 @@ def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
         yield from (hook for hook in list(hooks.values()) if not (getattr(hook, "__module__", None) or "").startswith(_OWN))
 
 
+def exchanged(module: torch.nn.Module) -> bool:
+    """Whether our own forward stands in a module, before that of its class."""
+    return (getattr(module.__dict__.get("forward"), "__module__", None) or "").startswith(_OWN)
+
+
 def settings(module: torch.nn.Module, written: Collection[str] = ()) -> dict[str, Any]:
     """The attributes of a module by which it may compute: no tensors, no children, no notes about loading, nothing of `written`."""
     own = module.__dict__
@@ -58,6 +63,7 @@ def settings(module: torch.nn.Module, written: Collection[str] = ()) -> dict[str
         name: value
         for name, value in list(own.items())
         if name not in INTERNAL and name not in IRRELEVANT and name not in written and not (library and name.startswith("_"))
+        and not (name == "forward" and exchanged(module))
         and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not hasattr(value, "to_dict")
     }  # fmt: skip
 
@@ -168,7 +174,7 @@ def refuse_activated(modules: Iterable[torch.nn.Module]) -> None:
 def foreign(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether code takes part that is not ours, torch's, transformers' or PEFT's LoRA of a product: nobody saw the bits of its rows."""
     for module in modules:
-        forward = module.__dict__.get("forward", type(module).forward)
+        forward = type(module).forward if exchanged(module) else module.__dict__.get("forward", type(module).forward)
         source = getattr(forward, "__globals__", {}).get("__name__", "")
         lora = source.startswith("peft.tuners.lora") and type(module).__name__ != "Embedding"  # whose product is no linear layer's
         if not lora and root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache"):

@@ -23,6 +23,7 @@ from .attention import Attention, Batch, Part
 from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of, widths_of
 from .fingerprint import Fingerprint
+from .kernels import jit
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear
 from .loading import cache_name, decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
 from .numerics import Numerics, probe
@@ -143,11 +144,12 @@ class HFModel:
         return [layer.how for layer in self._watched(0) if layer.value_width]
 
     @property
-    def _layout(self) -> str:
+    def layout(self) -> str:
         """How layers lie in a page, in words, and whether pieces are joined; "" where each has keys and values alone, of one shape."""
         assert self.spec is not None
         plain = len(self._slots) == self.spec.layers and not self.spec.widths and not self.spec.recurrent
-        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, joined {self.support.joins}"
+        compiled = self.mixers.compiled if self.mixers is not None else 0
+        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, joined {self.support.joins}, compiled {compiled}"
 
     def keep_boundaries(self, layers: tuple[int, ...], owner: str = "segments") -> None:
         """Keep the inputs of these layers, and of those that other owners want, with pages computed from now on, if layers are stepped."""
@@ -179,7 +181,7 @@ class HFModel:
             self.support, self.spec, self.rotary, self.unrotated = replace(self.support, paged=False, why=why), None, None, None
             return
         assert self.numerics is not None
-        self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self._layout)
+        self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self.layout)
         by_length = any(changes_by_length(getattr(module, "rope_type", None)) for module in self.model.modules())
         if self.device.type == "cuda" and (stepped or not by_length):  # their modules look at each length
             from .cuda_graphs import Graphs
@@ -267,7 +269,7 @@ class HFModel:
         if self.rotary is not None:
             self._restore.append(self.decoder.rotary_emb.register_forward_hook(self._interface.rotary_hook).remove)
         if layers_with_state(self.config):
-            self.mixers = Mixers(self.decoder)
+            self.mixers = Mixers(self.decoder, self.device.type == "cpu" and jit.compiler() is not None)
             self._restore.append(self.mixers.remove)
 
     def _give_back(self) -> None:

@@ -22,7 +22,7 @@ from ..checkpoints import CHECKPOINT_TOKENS, LiveState
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from .attention import Part
-from .behaviour import foreign_hooks, own_words
+from .behaviour import exchanged, foreign_hooks, own_words
 from .description import Names
 from .kernels.object_cache import Objects
 from .numerics import Numerics
@@ -66,6 +66,11 @@ class Provable(Protocol):
     vocab: int
 
     @property
+    def layout(self) -> str:
+        """How layers lie in a page, and how they are computed."""
+        ...
+
+    @property
     def numerics(self) -> Numerics | None:
         """Kernels and paddings."""
         ...
@@ -106,7 +111,7 @@ def proven(model: Provable, window: int) -> tuple[Verdict, bool]:
 
 def _source(model: Provable) -> str | None:
     """All that decides the verdict but the weights; None if some of it has no text: patched modules, hooks."""
-    if any(foreign_hooks(model.model)) or any("forward" in vars(module) for module in model.model.modules()):
+    if any(foreign_hooks(model.model)) or any("forward" in vars(m) and not exchanged(m) for m in model.model.modules()):
         return None
     classes = {name: type(module) for name, module in model.model.named_modules()}
     files = sorted({getattr(sys.modules.get(kind.__module__), "__file__", None) or "" for kind in classes.values()})
@@ -114,7 +119,15 @@ def _source(model: Provable) -> str | None:
         return None
     code = [blake3(Path(file).read_bytes()).hexdigest() for file in files]
     numerics = model.numerics.digest if model.numerics is not None else ""
-    kinds = [model.config.to_json_string(), str(model.spec), str(model.dtype), str(model.device), str(model.quantized), numerics]
+    kinds = [
+        model.config.to_json_string(),
+        str(model.spec),
+        model.layout,
+        str(model.dtype),
+        str(model.device),
+        str(model.quantized),
+        numerics,
+    ]
     named = [f"{name} {kind.__qualname__}" for name, kind in classes.items()]  # a file may hold several
     own = own_words(model.model.modules(), Names(), {})
     return "\n".join([torch.__version__, transformers.__version__, *kinds, *code, *named, own])

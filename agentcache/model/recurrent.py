@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from ..checkpoints import CHECKPOINT_TOKENS
+from . import mixer_kernels
 from .kernels.dispatch import RowPureLinear
 
 States = tuple[torch.Tensor | None, ...]
@@ -102,6 +103,16 @@ class RecurrentState(Cache):
             if isinstance(layer, _Paged):
                 layer.length = self.length
 
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kw: Any) -> torch.Tensor:
+        """Take new inputs of a convolution [1, channels, tokens] -> the last ones and them. Copies them token by token, as they lie."""
+        layer = self.layers[layer_idx]
+        if not layer.has_previous_state[state_idx] or conv_states.stride(1) != 1:
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kw)
+        held = layer.conv_states[state_idx]
+        joined = torch.cat([held.mT, conv_states.mT], 1).mT
+        held.copy_(joined[..., -held.shape[-1] :])
+        return joined
+
     @property
     def recurrent(self) -> dict[int, Any]:
         """The layers that keep a state, by their number."""
@@ -176,12 +187,13 @@ class Mixers:
     few tokens computes a whole chunk, whose work grows with its square.
 
     A forward of several pieces runs them piece by piece. Everything else, and products of the rows that they are given, are computed for
-    all rows at once.
+    all rows at once. compiles: their references' work is done by compiled kernels.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, compiles: bool = False) -> None:
         self._given = [(m, m.chunk_size) for m in decoder.modules() if getattr(m, "chunk_size", 0) > CHECKPOINT_TOKENS]
         self._found = [module for module in decoder.modules() if hasattr(module, "layer_idx") and _keeps_state(module)]
+        self._compiled = [module for module in self._found if compiles and mixer_kernels.install(module)]
         self._hooks = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in self._found]
         self._hooks += [module.register_forward_hook(self._after, with_kwargs=True) for module in self._found]
         self._shorten()
@@ -199,6 +211,9 @@ class Mixers:
         self._restore()
         for hook in self._hooks:
             hook.remove()
+        for module in self._compiled:
+            mixer_kernels.remove(module)
+        self._compiled = []
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -208,6 +223,11 @@ class Mixers:
             yield
         finally:
             self._shorten()
+
+    @property
+    def compiled(self) -> int:
+        """The number of modules that compiled kernels work for."""
+        return len(self._compiled)
 
     def complete(self, config: Any) -> bool:
         """Tell whether every layer with a state runs in pieces."""

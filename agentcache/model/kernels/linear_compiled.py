@@ -30,7 +30,7 @@ def fits(weight: torch.Tensor, lanes: int, itemsize: int) -> bool:
     from .linear_many import TILES
 
     outs, ins = weight.shape
-    return outs % TILES[lanes] == 0 and ins % max(4 * lanes, LINE // itemsize) == 0
+    return outs % (TILES[lanes] if itemsize == 1 else lanes) == 0 and ins % max(4 * lanes, LINE // itemsize) == 0
 
 
 def scale_of(weight: torch.Tensor) -> torch.Tensor | None:
@@ -99,13 +99,16 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
     done = []
     for weight, bias in projections:
         outs = weight.shape[0]
-        tiles = outs // linear_many.TILES[found.lanes]
+        tiles, rest = divmod(outs, linear_many.TILES[found.lanes])
         out, bias = x.new_empty(rows, outs), None if bias is None else bias.contiguous()
         scale = scale_of(weight)
         addresses = map(jit.address, (weight, packed, out, bias, room, scale))
         sizes = outs, words, tiles, own, passes, rows - 1
-        threads = jit.threads_for(rows * outs * ins, tiles)
-        jit.run(linear_many.product_code, element, (pairs, scale is not None, bias is not None), threads, *addresses, *sizes)
+        if tiles:
+            threads = jit.threads_for(rows * outs * ins, tiles)
+            jit.run(linear_many.product_code, element, (pairs, scale is not None, bias is not None), threads, *addresses, *sizes)
+        if rest:  # outputs of no whole tile
+            out[:, -rest:] = _few(x, [(weight[-rest:], None if bias is None else bias[-rest:])], pairs)[0]
         done.append(out)
     return done
 

@@ -264,7 +264,7 @@ class _Task:
             return score
         code, share = self.code, score / self.cap
         size = code.select(share < 0, -share, share)
-        power = _exponential(code, size * -2.0)
+        power = exponential(code, size * -2.0)
         bound = (code.constant(code.floats, 1.0) - power) / (power + 1.0)
         return code.select(share < 0, -bound, bound) * self.cap
 
@@ -290,7 +290,7 @@ class _Task:
 
         def weight(one: tuple[Value, Value], total: Value) -> Value:
             slot, score = one
-            value = _exponential(code, score - top)
+            value = exponential(code, score - top)
             if self.pairs:
                 line.at("i16", slot).store(value.to("<16 x bfloat>", "fptrunc"), 2)
             else:
@@ -311,7 +311,7 @@ class _Task:
         for lane in range(1, lanes):
             sum_ = sum_ + total.lane(lane)
         if self.sunk:
-            sum_ = sum_ + _exponential(code, sink - top).lane(0)
+            sum_ = sum_ + exponential(code, sink - top).lane(0)
         line.at("float", self.slots).store(sum_)
 
     def _masked(self, line: Value, whole: Value, position: Value, since: Value) -> Callable[[Value], tuple[Value, Value]]:
@@ -372,7 +372,7 @@ class _Task:
             code.store_numbers(mean, target.at(code.stored, channel))
 
 
-def _exponential(code: Code, x: Value) -> Value:
+def exponential(code: Code, x: Value) -> Value:
     """exp(x) for x <= 0; exactly 0 below 2^-125. Not a number stays that."""
     log2e = code.constant(x.kind, _LOG2E)
     rounded = code.fma(x, log2e, code.constant(x.kind, _ROUND))

@@ -28,7 +28,10 @@ LANES = 8  # two registers of 128 bits
 ELF, MACH = b"\x7fELF", b"\xcf\xfa\xed\xfe"
 TRIPLES = ("aarch64-unknown-linux-gnu", "arm64-apple-macosx14.0.0")
 # of a writer's parameters: any that it takes
-SIZES = {"rows": 4, "n": 256, "total": 512, "dim": 64, "wide": 2, "count": 2, "width": 64}
+SIZES = {
+    "rows": 4, "n": 256, "total": 512, "dim": 64, "wide": 2, "count": 2, "width": 64,
+    "taps": 4, "lines": 2, "key_heads": 2, "heads": 4, "groups": 2, "size": 64,
+}  # fmt: skip
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # reads fields (8 bytes: a size, 0 for a number; then 8 bytes or so many), calls the kernel with them, writes all that had a size
 RUNNER = """
@@ -99,7 +102,7 @@ def test_kernels_compile_for_aarch64_but_for_pairs_of_bf16() -> None:
             assert emitted(source(write, element, sizes, LANES), triple)[:4] in (ELF, MACH), f"{name}: no object for {triple}"
     assert {name.split(".")[0] for name in x86} == {"linear_few", "linear_many", "paged_attention"}
     assert all(" pairs" in name for name in x86)
-    assert {name.split(".")[0] for name in others} == {"layer", "linear_few", "linear_many", "norm_rope", "paged_attention"}
+    assert {name.split(".")[0] for name in others} == {"layer", "linear_few", "linear_many", "norm_rope", "paged_attention", "recurrence"}
 
 
 def test_pairs_of_bf16_are_refused_without_their_instruction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,18 @@ def test_any_rows_have_the_bits_of_many(
             assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
 
 
+@pytest.mark.parametrize(("dtype", "pairs"), WAYS)
+@pytest.mark.parametrize("outs", [16, 80, 144])
+def test_outputs_of_no_whole_tile(outs: int, dtype: torch.dtype, pairs: bool) -> None:
+    torch.manual_seed(outs)
+    weight, bias, x = torch.randn(192, 1024).to(dtype), torch.randn(192).to(dtype), torch.randn(70, 1024).to(dtype)
+    for added in (None, bias):
+        whole = product(x, weight, added, pairs)[:, :outs]
+        for rows in ROWS:
+            assert linear_compiled.takes(weight[:outs])
+            assert torch.equal(product(x[-rows:], weight[:outs], None if added is None else added[:outs], pairs), whole[-rows:])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ins", [64, 1024, 4864])
 def test_products_add_up_in_the_order_written_down(ins: int, dtype: torch.dtype) -> None:

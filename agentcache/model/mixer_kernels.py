@@ -1,0 +1,166 @@
+"""transformers' reference functions of layers with a state, by compiled kernels in packed forwards on a CPU. Knows no families.
+
+A module's own forward runs, as it is written, with other functions under the names of those references. Each takes what its reference
+takes; what a kernel cannot take, the reference computes. So it does in calls of the owner, and once a class or function is patched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from .attention_interface import running
+from .behaviour import exchanged
+from .description import root
+from .kernels import recurrence
+
+Function = Callable[..., Any]
+_SILU = {"silu": True, "swish": True, None: False}
+
+
+def _state(held: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
+    """The state [...] that a kernel changes: the one of its sequence, or a new one; None if it is of another kind."""
+    if held is None:
+        return torch.zeros(shape, dtype=torch.float32)
+    fits = held.dtype == torch.float32 and held.shape == (1, *shape) and held.is_contiguous()
+    return held[0] if fits else None
+
+
+def _delta(reference: Function) -> Function:
+    def delta(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, initial_state: Any = None, **kw: Any) -> Any:
+        if not more and len(q) == 1 and recurrence.takes_delta(q[0], v[0]):
+            state = _state(initial_state, v.shape[2], q.shape[3], v.shape[3])
+            if state is not None:
+                normed = bool(kw.get("use_qk_l2norm_in_kernel"))
+                out = recurrence.delta(q[0], k[0], v[0], g[0].float().exp(), beta[0].float(), state, normed)
+                return out[None], state[None] if kw.get("output_final_state") else None
+        return reference(q, k, v, g, beta, *more, initial_state=initial_state, **kw)
+
+    return delta
+
+
+def _convolution(reference: Function) -> Function:
+    def convolution(x: Any, weight: Any, bias: Any = None, activation: Any = None, **kw: Any) -> Any:
+        if len(x) == 1 and activation in _SILU and recurrence.takes_convolution(rows := x[0].t(), weight):
+            return recurrence.convolution(rows, weight, bias, _SILU[activation]).t()[None]
+        return reference(x, weight, bias, activation, **kw)
+
+    return convolution
+
+
+def _convolution_step(reference: Function) -> Function:
+    def convolution_step(x: Any, state: Any, weight: Any, bias: Any = None, activation: Any = None) -> Any:
+        if x.shape[::2] == (1, 1) and activation in _SILU and recurrence.takes_convolution(x[0].t(), weight):
+            if state.dtype == x.dtype and state.shape[1:] == weight.shape and state.is_contiguous():
+                return recurrence.convolution_step(x[0, :, 0], state[0], weight, bias, _SILU[activation])[None, :, None]
+        return reference(x, state, weight, bias, activation)
+
+    return convolution_step
+
+
+def _scan(reference: Function) -> Function:
+    def scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any, **kw: Any) -> Any:
+        initial, d = kw.get("initial_states"), kw.get("D")
+        if not more and len(x) == 1 and kw.get("z") is None and recurrence.takes_scan(x[0], b.shape[3]):
+            state = _state(initial, x.shape[2], x.shape[3], b.shape[3])
+            if state is not None:
+                dt = _step_size(dt, kw.get("dt_bias"), kw.get("dt_softplus")).clamp(*kw.get("dt_limit", (0.0, float("inf"))))[0].float()
+                out = recurrence.scan(x[0], dt, (dt * a.float()).exp(), b[0], c[0], d, state)[None]
+                return (out, state[None]) if kw.get("return_final_states") else out
+        return reference(x, dt, a, b, c, *more, **kw)
+
+    return scan
+
+
+def _scan_step(reference: Function) -> Function:
+    def scan_step(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any = None, **kw: Any) -> Any:
+        bias = kw.get("dt_bias")
+        spread = all(given is None or not given.stride(-1) for given in (dt, a, d, bias))  # each head's number, over its channels
+        if spread and len(x) == 1 and recurrence.takes_scan(x, b.shape[2]):
+            held = _state(state, *x.shape[1:], b.shape[2])
+            if held is not None:
+                step = _step_size(dt[..., 0], None if bias is None else bias[:, 0], kw.get("dt_softplus")).float()
+                skip = None if d is None else d[:, 0]
+                out = recurrence.scan(x, step, (step * a[:, 0, 0].float()).exp(), b, c, skip, held)
+                return out if kw.get("z") is None else out * nn.functional.silu(kw["z"])
+        return reference(state, x, dt, a, b, c, D=d, **kw)
+
+    return scan_step
+
+
+def _step_size(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool | None) -> torch.Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return nn.functional.softplus(dt) if softplus else dt
+
+
+_OURS: dict[str, Callable[[Function], Function]] = {
+    "torch_chunk_gated_delta_rule": _delta,
+    "torch_recurrent_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "recurrent_kimi_delta_attention": _delta,
+    "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _convolution_step,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_selective_state_update": _scan_step,
+}
+
+
+_owners: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many engines' models have a module's forward exchanged
+
+
+def install(module: nn.Module) -> bool:
+    """Have compiled kernels work for a module in packed forwards, until `remove`; False if it calls no reference, or code of others."""
+    if module in _owners:
+        _owners[module] += 1
+        return True
+    if "forward" in vars(module) or (own := _with_kernels(type(module))) is None:  # type: ignore[arg-type]
+        return False
+    module.forward = MethodType(own, module)  # a method: a deep copy of the module binds its own
+    _owners[module] = 1
+    return True
+
+
+def remove(module: nn.Module) -> None:
+    """Give a module back as it was, if nobody else had it installed, too."""
+    if left := _owners[module] - 1:
+        _owners[module] = left
+        return
+    del _owners[module]
+    if exchanged(module):
+        del module.forward
+
+
+@functools.cache
+def _with_kernels(kind: type[nn.Module]) -> Function | None:
+    """The forward of a class with compiled functions in it."""
+    given: Any = kind.forward
+    written = given
+    while _of_library(written) and hasattr(written, "__wrapped__"):
+        written = written.__wrapped__
+    if not isinstance(written, FunctionType) or not _of_library(written) or written.__closure__:
+        return None
+    space = written.__globals__
+    named = {name: space[name] for name in written.__code__.co_names if name in space}
+    ours = {name: _OURS[name](value) for name, value in named.items() if name in _OURS and _of_library(inspect.unwrap(value))}
+    if not ours:
+        return None
+    own = FunctionType(written.__code__, {**space, **ours}, written.__name__, written.__defaults__)
+    own.__kwdefaults__ = written.__kwdefaults__
+
+    def forward(self: Any, *args: Any, **kw: Any) -> Any:
+        packed = getattr(running, "batch", None) is not None
+        patched = type(self).forward is not given or any(space.get(name) is not value for name, value in named.items())
+        return own(self, *args, **kw) if packed and not patched else type(self).forward(self, *args, **kw)
+
+    return forward
+
+
+def _of_library(function: Any) -> bool:
+    return root(getattr(function, "__module__", None)) == "transformers"

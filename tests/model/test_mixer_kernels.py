@@ -1,0 +1,139 @@
+"""Compiled kernels in the place of transformers' references: in packed forwards only, and only while the owner changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import kv
+from agentcache.bench import families
+from agentcache.model import behaviour, mixer_kernels
+from agentcache.model.hf import HFModel
+from agentcache.model.kernels import jit, recurrence
+from tests.families import Run, stock_logits, tokens
+
+pytestmark = [
+    pytest.mark.skipif(jit.compiler() is None, reason="no compiler here"),
+    pytest.mark.filterwarnings("ignore:.*is falling back to its reference"),
+    pytest.mark.usefixtures("one_thread"),
+]
+FAMILIES = [
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_text", "qwen3_next", "zamba2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that ran."""
+    ran: list[str] = []
+
+    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: ran.append(name) or kernel(*given)
+
+    for name in ("delta", "convolution", "convolution_step", "scan"):
+        monkeypatch.setattr(recurrence, name, noted(name, getattr(recurrence, name)))
+    return ran
+
+
+def mixers(model: Any) -> list[Any]:
+    """The modules of a model whose forward is exchanged."""
+    return [module for module in model.modules() if behaviour.exchanged(module)]
+
+
+def running(held: HFModel, ids: list[int]) -> Run:
+    """A sequence with a state of its own."""
+    run = Run(held, ids)
+    run.sequence = kv.Sequence(run.sequence.spec, state=held.begin())
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compute_what_references_do(family: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = families.build(family), tokens(140, vocab=100)
+
+    def logits() -> torch.Tensor:
+        held = HFModel(model)
+        assert held.bitwise
+        run = running(held, ids).chunks(64, 64, 1, 1)
+        held.close()
+        return torch.stack([row for _, row in sorted(run.logits.items())])
+
+    found = logits()
+    assert {"convolution", "convolution_step"} <= set(calls)
+    assert not mixers(model)
+    calls.clear()
+    monkeypatch.setattr(mixer_kernels, "install", lambda _: False)
+    expected = logits()
+    assert not calls
+    assert float((found - expected).abs().max()) < 1e-3 * float(expected.abs().max())
+
+
+def test_the_owners_calls_run_the_references(calls: list[str]) -> None:
+    model, ids = families.build("qwen3_next"), tokens(70, vocab=100)
+    expected, held = stock_logits(model, ids), HFModel(model)
+    calls.clear()
+    assert torch.equal(stock_logits(model, ids), expected)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(iter(twin.parameters())).zero_()
+    assert not torch.equal(stock_logits(twin, ids), expected)  # a copy runs its own weights
+    assert not calls
+    held.close()
+
+
+@pytest.mark.parametrize("what", ["reference", "helper", "class"])
+def test_a_patch_is_not_passed_over(what: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as code
+
+    model, ids, seen = families.build("qwen3_next"), tokens(70, vocab=100), []
+    held = HFModel(model)
+    owner: Any = {"class": code.Qwen3NextGatedDeltaNet}.get(what, code)
+    name = {"reference": "torch_chunk_gated_delta_rule", "helper": "apply_mask_to_padding_states", "class": "forward"}[what]
+    given = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *some, **named: seen.append(name) or given(*some, **named))
+    calls.clear()
+    running(held, ids).chunks(64)
+    assert seen
+    assert not calls
+    held.close()
+
+
+def test_a_patched_class_gets_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families.build("qwen3_next")
+    kind = next(type(module) for module in model.modules() if "DeltaNet" in type(module).__name__)
+
+    def forward(self: Any, *some: Any, **named: Any) -> Any:
+        return given(self, *some, **named)
+
+    given = kind.forward
+    monkeypatch.setattr(kind, "forward", forward)
+    mixer_kernels._with_kernels.cache_clear()
+    held = HFModel(model)
+    assert not mixers(model)
+    held.close()
+    mixer_kernels._with_kernels.cache_clear()
+
+
+def test_two_engines_share_one_models_modules() -> None:
+    model = families.build("qwen3_5_text")
+    one, other = HFModel(model), HFModel(model)
+    count = len(mixers(model))
+    one.close()
+    assert count == len(mixers(model)) > 0
+    other.close()
+    assert not mixers(model)
+
+
+def test_a_forward_of_the_owner_stays() -> None:
+    model = families.build("qwen3_5_text")
+    held = HFModel(model)
+    module = mixers(model)[0]
+    module.forward = own = lambda *some, **named: None
+    held.close()
+    assert module.forward is own
+    assert not mixers(model)
