@@ -77,11 +77,12 @@ def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, va
     latent, running.latent = running.latent, None  # of this layer (latents.py)
     if latent is not None:
         query, (key, value) = latent.query(query, batch), latent.pair
-    q = query[0].transpose(0, 1).contiguous()
-    if slot in running.slots[:call]:
-        return steps.attended(batch, slot, q, value.shape[-1], how)[None]
-    k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
-    out = steps.mix(batch, slot, q, k, v, how)[None]
+    with torch._C.DisableTorchFunction():  # of RowPureLinear, which looks at each use of a tensor
+        q = query[0].transpose(0, 1).contiguous()
+        if slot in running.slots[:call]:
+            return steps.attended(batch, slot, q, value.shape[-1], how)[None]
+        k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
+        out = steps.mix(batch, slot, q, k, v, how)[None]
     return (out if latent is None else latent.out(out, batch)).contiguous()  # as modules expect it
 
 

@@ -20,6 +20,7 @@ from .attention_interface import running
 from .behaviour import exchanged
 from .description import root
 from .kernels import recurrence
+from .kernels.dispatch import elementwise
 
 Function = Callable[..., Any]
 _SILU = {"silu": True, "swish": True, None: False}
@@ -33,74 +34,57 @@ def _state(held: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
     return held[0] if fits else None
 
 
-def _delta(reference: Function) -> Function:
-    def delta(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, initial_state: Any = None, **kw: Any) -> Any:
-        if not more and len(q) == 1 and recurrence.takes_delta(q[0], v[0]):
-            state = _state(initial_state, v.shape[2], q.shape[3], v.shape[3])
-            if state is not None:
-                normed = bool(kw.get("use_qk_l2norm_in_kernel"))
-                out = recurrence.delta(q[0], k[0], v[0], g[0].float().exp(), beta[0].float(), state, normed)
-                return out[None], state[None] if kw.get("output_final_state") else None
-        return reference(q, k, v, g, beta, *more, initial_state=initial_state, **kw)
-
-    return delta
+def _delta(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, initial_state: Any = None, **kw: Any) -> Any:
+    if more or len(q) > 1 or not recurrence.takes_delta(q[0], v[0]):
+        return None
+    if (state := _state(initial_state, v.shape[2], q.shape[3], v.shape[3])) is None:
+        return None
+    out = recurrence.delta(q[0], k[0], v[0], g[0].float().exp(), beta[0].float(), state, bool(kw.get("use_qk_l2norm_in_kernel")))
+    return out[None], state[None] if kw.get("output_final_state") else None
 
 
-def _convolution(reference: Function) -> Function:
-    def convolution(x: Any, weight: Any, bias: Any = None, activation: Any = None, **kw: Any) -> Any:
-        if len(x) == 1 and activation in _SILU and recurrence.takes_convolution(rows := x[0].t(), weight):
-            return recurrence.convolution(rows, weight, bias, _SILU[activation]).t()[None]
-        return reference(x, weight, bias, activation, **kw)
-
-    return convolution
+def _convolution(x: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
+    if len(x) > 1 or activation not in _SILU or not recurrence.takes_convolution(rows := x[0].t(), weight):
+        return None
+    return recurrence.convolution(rows, weight, bias, _SILU[activation]).t()[None]
 
 
-def _convolution_step(reference: Function) -> Function:
-    def convolution_step(x: Any, state: Any, weight: Any, bias: Any = None, activation: Any = None) -> Any:
-        if x.shape[::2] == (1, 1) and activation in _SILU and recurrence.takes_convolution(x[0].t(), weight):
-            if state.dtype == x.dtype and state.shape[1:] == weight.shape and state.is_contiguous():
-                return recurrence.convolution_step(x[0, :, 0], state[0], weight, bias, _SILU[activation])[None, :, None]
-        return reference(x, state, weight, bias, activation)
-
-    return convolution_step
+def _convolution_step(x: Any, state: Any, weight: Any, bias: Any = None, activation: Any = None) -> Any:
+    if x.shape[::2] != (1, 1) or activation not in _SILU or not recurrence.takes_convolution(x[0].t(), weight):
+        return None
+    if state.dtype != x.dtype or state.shape[1:] != weight.shape or not state.is_contiguous():
+        return None
+    return recurrence.convolution_step(x[0, :, 0], state[0], weight, bias, _SILU[activation])[None, :, None]
 
 
-def _scan(reference: Function) -> Function:
-    def scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any, **kw: Any) -> Any:
-        initial, d = kw.get("initial_states"), kw.get("D")
-        if not more and len(x) == 1 and kw.get("z") is None and recurrence.takes_scan(x[0], b.shape[3]):
-            state = _state(initial, x.shape[2], x.shape[3], b.shape[3])
-            if state is not None:
-                dt = _step_size(dt, kw.get("dt_bias"), kw.get("dt_softplus")).clamp(*kw.get("dt_limit", (0.0, float("inf"))))[0].float()
-                out = recurrence.scan(x[0], dt, (dt * a.float()).exp(), b[0], c[0], d, state)[None]
-                return (out, state[None]) if kw.get("return_final_states") else out
-        return reference(x, dt, a, b, c, *more, **kw)
-
-    return scan
+def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any, **kw: Any) -> Any:
+    if more or len(x) > 1 or kw.get("z") is not None or not recurrence.takes_scan(x[0], b.shape[3]):
+        return None
+    if (state := _state(kw.get("initial_states"), *x.shape[2:], b.shape[3])) is None:
+        return None
+    dt = _step_size(dt, kw.get("dt_bias"), kw.get("dt_softplus")).clamp(*kw.get("dt_limit", (0.0, float("inf"))))[0].float()
+    out = recurrence.scan(x[0], dt, (dt * a.float()).exp(), b[0], c[0], kw.get("D"), state)[None]
+    return (out, state[None]) if kw.get("return_final_states") else out
 
 
-def _scan_step(reference: Function) -> Function:
-    def scan_step(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any = None, **kw: Any) -> Any:
-        bias = kw.get("dt_bias")
-        spread = all(given is None or not given.stride(-1) for given in (dt, a, d, bias))  # each head's number, over its channels
-        if spread and len(x) == 1 and recurrence.takes_scan(x, b.shape[2]):
-            held = _state(state, *x.shape[1:], b.shape[2])
-            if held is not None:
-                step = _step_size(dt[..., 0], None if bias is None else bias[:, 0], kw.get("dt_softplus")).float()
-                skip = None if d is None else d[:, 0]
-                out = recurrence.scan(x, step, (step * a[:, 0, 0].float()).exp(), b, c, skip, held)
-                return out if kw.get("z") is None else out * nn.functional.silu(kw["z"])
-        return reference(state, x, dt, a, b, c, D=d, **kw)
-
-    return scan_step
+def _scan_step(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any = None, **kw: Any) -> Any:
+    bias = kw.get("dt_bias")
+    spread = all(given is None or not given.stride(-1) for given in (dt, a, d, bias))  # each head's number, over its channels
+    if not spread or len(x) > 1 or not recurrence.takes_scan(x, b.shape[2]):
+        return None
+    if (held := _state(state, *x.shape[1:], b.shape[2])) is None:
+        return None
+    step = _step_size(dt[..., 0], None if bias is None else bias[:, 0], kw.get("dt_softplus")).float()
+    out = recurrence.scan(x, step, (step * a[:, 0, 0].float()).exp(), b, c, None if d is None else d[:, 0], held)
+    return out if kw.get("z") is None else out * elementwise(nn.functional.silu, kw["z"])
 
 
 def _step_size(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool | None) -> torch.Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return nn.functional.softplus(dt) if softplus else dt
+    return elementwise(nn.functional.softplus, dt) if softplus else dt
 
 
-_OURS: dict[str, Callable[[Function], Function]] = {
+_OURS: dict[str, Function] = {  # by the reference's name; None: the reference has to compute it
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
@@ -110,6 +94,17 @@ _OURS: dict[str, Callable[[Function], Function]] = {
     "mamba2_chunk_scan": _scan,
     "mamba2_selective_state_update": _scan_step,
 }
+
+
+def _instead(reference: Function, ours: Function) -> Function:
+    """Our function where it takes what it is given, else the reference."""
+
+    def function(*given: Any, **kw: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # of RowPureLinear, which looks at each use of a tensor
+            done = ours(*given, **kw)
+        return reference(*given, **kw) if done is None else done
+
+    return function
 
 
 _owners: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many engines' models have a module's forward exchanged
@@ -148,7 +143,7 @@ def _with_kernels(kind: type[nn.Module]) -> Function | None:
         return None
     space = written.__globals__
     named = {name: space[name] for name in written.__code__.co_names if name in space}
-    ours = {name: _OURS[name](value) for name, value in named.items() if name in _OURS and _of_library(inspect.unwrap(value))}
+    ours = {name: _instead(value, _OURS[name]) for name, value in named.items() if name in _OURS and _of_library(inspect.unwrap(value))}
     if not ours:
         return None
     own = FunctionType(written.__code__, {**space, **ours}, written.__name__, written.__defaults__)

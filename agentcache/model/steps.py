@@ -171,14 +171,12 @@ def hidden_states(
 def head(model: Any, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Logits [rows, vocab] in fp32 of normalised hidden states [rows, hidden]."""
     module = model.get_output_embeddings()
-    weight, numerics, rows = module.weight, batch.numerics, len(hidden)
-    if not rows:
+    weight, numerics = module.weight, batch.numerics
+    if not len(hidden):
         return hidden.new_empty(0, len(weight), dtype=torch.float32)
     if batch.token is not None:
         batch.token.glance(weight, True)
-    if not dispatch.by_itself(numerics.kernel, weight):
-        hidden = nn.functional.pad(hidden, (0, 0, 0, -rows % numerics.rows))
-    return linear(numerics.kernel, hidden, weight, module.bias, head=True)[:rows].float()
+    return linear(numerics.kernel, hidden, weight, module.bias, head=True, even=numerics.rows).float()
 
 
 def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:

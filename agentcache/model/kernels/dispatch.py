@@ -99,30 +99,30 @@ def compiled(kernel: Kernel, weight: torch.Tensor, dtype: torch.dtype) -> bool |
     return way.run is linear_compiled.pairs if way is not None and way.run in (linear_compiled.chains, linear_compiled.pairs) else None
 
 
-def by_itself(kernel: Kernel, weight: torch.Tensor, head: bool = True) -> bool:
-    """True if products with a weight, by default a model's head, compute each row by itself: none has to be padded."""
-    chosen = _chosen(kernel, weight, head)
-    return chosen is not None and chosen.alone
+def linear(
+    kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False, even: int = 1
+) -> torch.Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel. head: of the model, which few rows see.
+    even: to a multiple of which rows are padded, unless each is computed by itself.
+    """
+    return linears(kernel, x, [(weight, bias)], head, even)[0]
 
 
-def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False) -> torch.Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel. head: of the model, which few rows see."""
-    return linears(kernel, x, [(weight, bias)], head)[0]
-
-
-def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], head: bool = False) -> list[torch.Tensor]:
+def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], head: bool = False, even: int = 1) -> list[torch.Tensor]:
     """The same for several projections (weight, bias) of one x."""
     alike = x.device.type == "cpu" and x.numel() > 0 and all(weight.dtype in (x.dtype, torch.int8) for weight, _ in projections)
     if alike and kernel == "onednn":
         alike = all(bias is None or bias.dtype == x.dtype for _, bias in projections)
-    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     ways = [_chosen(kernel, weight, head) for weight, _ in projections] if alike else [None]
     if len(set(ways)) > 1:  # what a weight is multiplied by does not depend on those beside it
-        return [part for projection in projections for part in linears(kernel, x, [projection], head)]
-    chosen = ways[0]
+        return [part for projection in projections for part in linears(kernel, x, [projection], head, even)]
+    chosen, rows = ways[0], x.shape[-2] if x.ndim > 1 else 0
+    if (chosen is None or not chosen.alone) and rows % even and type(projections[0][0]) in PLAIN:
+        padded = functional.pad(x, (0, 0, 0, -rows % even))
+        return [part[..., :rows, :] for part in linears(kernel, padded, projections, head)]
     if chosen is None:
         return [_by_library(kernel, x, weight, bias) for weight, bias in projections]
-    parts = chosen.run(flat, projections)
+    parts = chosen.run(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), projections)
     return parts if x.ndim == 2 else [part.unflatten(0, x.shape[:-1]) for part in parts]
 
 
@@ -242,11 +242,7 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
         return done
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        head = weight is self.head
-        rows = x.shape[-2] if x.ndim > 1 else 0
-        if rows % self.rows == 0 or type(weight) not in PLAIN or by_itself(self.kernel, weight, head):
-            return linear(self.kernel, x, weight, bias, head)
-        return linear(self.kernel, functional.pad(x, (0, 0, 0, -rows % self.rows)), weight, bias, head)[..., :rows, :]
+        return linear(self.kernel, x, weight, bias, weight is self.head, self.rows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
