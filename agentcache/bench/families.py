@@ -88,10 +88,10 @@ TINY: dict[str, Family] = {
     "kimi_linear": Family(
         {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4}, recurrent=True, experts=True
     ),
-    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1}, unpaged="continued after 64 tokens"),
+    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1}, recurrent=True, experts=True),
     "recurrent_gemma": Family({}, unpaged="continued after 64 tokens"),
     "minimax": Family({}, unpaged="uses cache of its own"),
-    **_all("mamba falcon_mamba", unpaged="continued after 64 tokens"),
+    **_all("mamba falcon_mamba", recurrent=True),
     **_all("gpt2 gpt_bigcode", config={"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 4096}),
     "phimoe": Family({"sliding_window": None}, experts=True),
     "inkling_text": Family({}, unpaged="'position_bias'"),

@@ -79,6 +79,27 @@ def _scan_step(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any = Non
     return out if kw.get("z") is None else out * elementwise(nn.functional.silu, kw["z"])
 
 
+def _selective_scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any, **kw: Any) -> Any:
+    """Goes on from the state of the sequence, from which the reference starts anew."""
+    if more or len(x) > 1 or not recurrence.takes_scan(rows := x[0].t(), a.shape[1]):
+        return None
+    if (state := _state(running.before, *a.shape)) is None:
+        return None
+    dt = _step_size(dt[0].t(), kw.get("delta_bias"), kw.get("delta_softplus")).float()
+    out = recurrence.selective_scan(rows, dt, a.float(), b[0].t(), c[0].t(), kw.get("D"), state)
+    if kw.get("z") is not None:
+        out = out * elementwise(nn.functional.silu, kw["z"][0].t())
+    return (out.t()[None], state[None]) if kw.get("return_last_state") else out.t()[None]
+
+
+def _selective_scan_step(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any = None, **kw: Any) -> Any:
+    if len(x) > 1 or not recurrence.takes_scan(x, a.shape[-1]) or (held := _state(state, *a.shape)) is None:
+        return None
+    step = _step_size(dt, kw.get("dt_bias"), kw.get("dt_softplus")).float()
+    out = recurrence.selective_scan(x, step, a.float(), b, c, d, held)
+    return out if kw.get("z") is None else out * elementwise(nn.functional.silu, kw["z"])
+
+
 def _step_size(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool | None) -> torch.Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return elementwise(nn.functional.softplus, dt) if softplus else dt
@@ -93,6 +114,8 @@ _OURS: dict[str, Function] = {  # by the reference's name; None: the reference h
     "causal_conv1d_update": _convolution_step,
     "mamba2_chunk_scan": _scan,
     "mamba2_selective_state_update": _scan_step,
+    "mamba_selective_scan": _selective_scan,
+    "mamba_selective_state_update": _selective_scan_step,
 }
 
 
@@ -152,7 +175,11 @@ def _with_kernels(kind: type[nn.Module]) -> Function | None:
     def forward(self: Any, *args: Any, **kw: Any) -> Any:
         packed = getattr(running, "batch", None) is not None
         patched = type(self).forward is not given or any(space.get(name) is not value for name, value in named.items())
-        return own(self, *args, **kw) if packed and not patched else type(self).forward(self, *args, **kw)
+        if not packed or patched:
+            return type(self).forward(self, *args, **kw)
+        cache = kw.get("cache", kw.get("cache_params"))
+        running.before = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        return own(self, *args, **kw)
 
     return forward
 

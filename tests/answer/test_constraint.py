@@ -285,7 +285,7 @@ def test_greedy_and_penalties() -> None:
 
 
 def test_constraints_hold_models_that_cannot_be_paged() -> None:
-    with engine(model=families.build("jamba")) as running:
+    with engine(model=families.build("recurrent_gemma")) as running:
         done = running.generate(ASKED, TOOLS, sampling=hot(0), constraint=Constraint("ping"))
         assert done.receipt.path == "stock"
         assert [call.name for call in done.message.tool_calls] == ["ping"]

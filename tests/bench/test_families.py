@@ -28,25 +28,25 @@ def rows(*names: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
 
 
 def test_kinds_of_layers_are_reused_in_a_second_process(tmp_path: Path) -> None:
-    names, page = ("gemma3_text", "gpt_oss", "qwen3_5_text", "lfm2", "deepseek_v3", "jamba"), tmp_path / "page.md"
+    names, page = ("gemma3_text", "gpt_oss", "qwen3_5_text", "lfm2", "deepseek_v3", "recurrent_gemma"), tmp_path / "page.md"
     done = CliRunner().invoke(app, ["families", "--only", ",".join(names), "--json", str(tmp_path / "row.json"), "--markdown", str(page)])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "row.json").read_text()) == said
     assert [row["family"] for row in said["rows"]] == list(names)
     assert all(row.keys() >= KEYS for row in said["rows"])
-    *reused, jamba = said["rows"]
+    *reused, lossy = said["rows"]
     for row in reused:
         known = families.TINY[row["family"]]
         assert row["equal"], row
         assert row["bitwise"] or not known.bits, row
         assert row["path"] == ("checkpoints" if known.recurrent else "pages")
         assert 600 < row["group"] < row["step"] < row["second_process"], row
-    assert (jamba["path"], jamba["group"], jamba["equal"]) == ("stock", 0, None)
-    assert "continued after 64 tokens" in jamba["why"]
+    assert (lossy["path"], lossy["group"], lossy["equal"]) == ("stock", 0, None)
+    assert "continued after 64 tokens" in lossy["why"]
     assert {"tried": 6, "reused": 5, "equal": 5}.items() <= said["summary"].items()
     assert "6 tried, 5 reused, 5 equal" in done.stdout
-    assert "6 of 6: jamba" in done.stderr
+    assert "6 of 6: recurrent_gemma" in done.stderr
     assert "| lfm2, qwen3_5_text | checkpoints |" in page.read_text()
 
 
@@ -61,10 +61,10 @@ def test_other_weights_in_the_second_process_are_noticed(monkeypatch: pytest.Mon
 
 def test_a_family_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.TINY, "opt", families.Family({"num_attention_heads": 7}))  # does not divide its width
-    found, summary = rows("opt", "mamba")
+    found, summary = rows("opt", "recurrent_gemma")
     assert found["opt"]["path"] == "failed"
     assert found["opt"]["why"].startswith("ValueError: ")
-    assert found["mamba"]["path"] == "stock"
+    assert found["recurrent_gemma"]["path"] == "stock"
     assert summary["tried"] == 2
 
 
@@ -74,8 +74,8 @@ def test_a_run_proves_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     prove = proof.prove
     monkeypatch.setattr(proof, "prove", lambda model, window: proven.append(model.support.name) or prove(model, window))
     for _ in range(2):
-        rows("jamba")
-    assert proven == ["jamba"] * 2
+        rows("recurrent_gemma")
+    assert proven == ["recurrent_gemma"] * 2
     assert os.environ["AGENTCACHE_DIR"] == str(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -142,7 +142,11 @@ def test_doctor_of_a_model(model_folder: Path) -> None:
             {"attend to all tokens": 4, "of these, latent: pages hold latents": 4},
         ),
         ("llama", {"reuse": True, "proof": "none needed", "promise": "the bits", "KV bytes per token": 1024}, {"attend to all tokens": 4}),
-        ("jamba", {"reuse": False, "why not": "continued after 64 tokens", "reused": "nothing", "promise": "the model's own"}, None),
+        (
+            "recurrent_gemma",
+            {"reuse": False, "why not": "continued after 64 tokens", "reused": "nothing", "promise": "the model's own"},
+            None,
+        ),
         (
             "deepseek_v32",
             {"reuse": True, "promise": "the greedy tokens", "KV bytes per token": 896},

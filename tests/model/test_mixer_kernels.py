@@ -14,6 +14,7 @@ from agentcache.bench import families
 from agentcache.model import behaviour, mixer_kernels
 from agentcache.model.hf import HFModel
 from agentcache.model.kernels import jit, recurrence
+from agentcache.model.kernels.dispatch import RowPureLinear
 from tests.families import Run, stock_logits, tokens
 
 pytestmark = [
@@ -35,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: ran.append(name) or kernel(*given)
 
-    for name in ("delta", "convolution", "convolution_step", "scan"):
+    for name in ("delta", "convolution", "convolution_step", "scan", "selective_scan"):
         monkeypatch.setattr(recurrence, name, noted(name, getattr(recurrence, name)))
     return ran
 
@@ -71,6 +72,22 @@ def test_kernels_compute_what_references_do(family: str, calls: list[str], monke
     expected = logits()
     assert not calls
     assert float((found - expected).abs().max()) < 1e-3 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["jamba", "mamba", "falcon_mamba"])
+def test_a_selective_scan_goes_on_where_its_reference_starts_anew(family: str, dtype: torch.dtype, calls: list[str]) -> None:
+    model, ids = families.build(family, dtype), tokens(140, vocab=100)
+    expected, held = stock_logits(model, ids), HFModel(model)
+    assert held.support.paged
+    assert held.support.joins
+    calls.clear()
+    run = running(held, ids).chunks(64, 64, 1, 1)
+    assert calls.count("selective_scan") == 5 * len(mixers(model))
+    found = torch.stack([row for _, row in sorted(run.logits.items())])
+    alike = torch.cosine_similarity(found, expected, dim=-1)
+    assert float(alike.min() if dtype == torch.float32 else alike.median()) > 1 - (1e-6 if dtype == torch.float32 else 1e-3)  # experts tie
+    held.close()
 
 
 def test_the_owners_calls_run_the_references(calls: list[str]) -> None:
@@ -137,3 +154,12 @@ def test_a_forward_of_the_owner_stays() -> None:
     held.close()
     assert module.forward is own
     assert not mixers(model)
+
+
+@pytest.mark.parametrize("outs", [256, 250])
+def test_a_weight_times_columns_sees_none_beside_another(outs: int) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(outs, 160)), torch.randn(1, 160, 70)
+    with torch.no_grad(), RowPureLinear("onednn", 2):
+        whole, one_by_one = weight @ x, torch.cat([weight @ column for column in x.split(1, -1)], -1)
+    assert torch.equal(whole, one_by_one)
+    assert torch.allclose(whole, (weight @ x).detach(), atol=1e-4)

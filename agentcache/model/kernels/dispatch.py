@@ -44,6 +44,7 @@ ANY = 1 << 62
 VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
 GRAIN = 32768  # numbers of which PyTorch makes a part for a thread, at least
 GELU_GRAIN = 16384  # beyond so many, gelu makes a part for every thread
+_PRODUCTS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
 _ELEMENTWISE = frozenset((torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu, functional.softplus))
 
 
@@ -255,6 +256,10 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
             if self.glance is not None:
                 self.glance(weight)
             return self._product(x, weight.t(), bias)
+        if func in _PRODUCTS and isinstance(weight := args[0], torch.nn.Parameter) and weight.ndim == 2 and args[1].ndim == 3:
+            if self.glance is not None:
+                self.glance(weight)
+            return self._product(args[1].mT, weight, None).mT  # of Mamba, whose columns are tokens
         if func in _ELEMENTWISE and args:
             return elementwise(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -5,10 +5,12 @@ references compute chunks of 64 or more tokens, a dozen passes over each, and pa
 
     convolution   y[t] = silu(bias + Σ w[n] · x[t - taps + 1 + n]), channel by channel
     delta rule    S = a[t] · S;  S = S + k[t] · (b[t] · (v[t] - Sᵀ k[t]));  y[t] = Sᵀ q[t]     (arXiv 2412.06464; a per channel: 2510.26692)
-    scan          S = a[t] · S + dt[t] · x[t] · B[t];  y[t] = S · C[t] + D · x[t]              (arXiv 2405.21060)
+    scan          S = a[t] · S + dt[t] · x[t] · B[t];  y[t] = S · C[t] + D · x[t]              (arXiv 2405.21060; selective: 2312.00752)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -201,13 +203,15 @@ class _Delta:
         return totals
 
 
-def scan_code(code: Code, groups: int, heads: int, dim: int, size: int, skips: bool) -> None:
-    """Fields: x [rows, heads, dim] with `stride` numbers from row to row, dt and a fp32 [rows, heads], B and C fp32 [rows, groups, size],
-    D fp32 [heads], state fp32 [heads, dim, size], out fp32 [rows, heads, dim], rows, stride.
+def scan_code(code: Code, groups: int, heads: int, dim: int, size: int, skips: bool, selective: bool) -> None:
+    """Fields: x [rows, heads, dim] with `stride` numbers from row to row, dt fp32 [rows, heads], a fp32 [rows, heads] or, if selective,
+    rates [heads, size], B and C fp32 [rows, groups, size], D fp32 [heads], state fp32 [heads, dim, size], out fp32 [rows, heads, dim],
+    rows, stride.
     """
     (x, dt, a, b, c, d, state, out), (rows, stride) = code.pointers(8), code.fields(2)
     lanes = code.lanes
     vectors = next(n for n in range(min(_VECTORS, size // lanes), 0, -1) if size // lanes % n == 0)
+    along = [n * lanes for n in range(vectors)]
 
     @code.shared(code.constant("i64", heads * dim))
     def _(task: Value) -> None:
@@ -217,17 +221,20 @@ def scan_code(code: Code, groups: int, heads: int, dim: int, size: int, skips: b
 
         @code.loop(size, vectors * lanes)
         def _(first: Value) -> None:
-            cells = [state.at("float", task * size + first + n * lanes) for n in range(vectors)]
+            cells = [state.at("float", task * size + first + n) for n in along]
+            rates = [a.at("float", head * size + first + n).load(code.floats) for n in along] if selective else []
 
             def token(row: Value, held: Values) -> Values:
                 place, line = row * heads + head, (row * groups + group) * size + first
                 given = code.up(x.at(code.stored, row * stride + task).load(code.stored, 2))
-                decay, added = a.at("float", place).load("float"), dt.at("float", place).load("float") * given
-                decay, added = decay.everywhere(lanes), added.everywhere(lanes)
+                step = dt.at("float", place).load("float")
+                added, wide = (step * given).everywhere(lanes), step.everywhere(lanes)
+                decays = [exponential(code, rate * wide) for rate in rates]
+                decays = decays or [a.at("float", place).load("float").everywhere(lanes)] * vectors
                 total, after = code.constant(code.floats, 0.0), []
-                for n, cell in enumerate(held):
-                    after.append(code.fma(added, b.at("float", line + n * lanes).load(code.floats), cell * decay))
-                    total = code.fma(after[-1], c.at("float", line + n * lanes).load(code.floats), total)
+                for n, cell, decay in zip(along, held, decays):
+                    after.append(code.fma(added, b.at("float", line + n).load(code.floats), cell * decay))
+                    total = code.fma(after[-1], c.at("float", line + n).load(code.floats), total)
                 target = out.at("float", row * (heads * dim) + task)
                 sum_ = _tree(code, total)
                 before = code.constant("float", 0.0) if skip is None else given * skip
@@ -312,10 +319,26 @@ def scan(
 
     dt, a: fp32 [rows, heads]; b, c: [rows, groups, size]; d: [heads].
     """
+    return _scanned(x, dt, a, b, c, d, state, False)
+
+
+def selective_scan(
+    x: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor | None, state: torch.Tensor
+) -> torch.Tensor:
+    """The same of x [rows, channels] and a state [channels, size], decays a = exp(dt · rates) -> fp32 [rows, channels].
+
+    dt: fp32 [rows, channels], at least 0; rates: fp32 [channels, size], at most 0; b, c: [rows, size]; d: [channels].
+    """
+    return _scanned(x[..., None], dt, rates, b[:, None], c[:, None], d, state[:, None], True)[..., 0]
+
+
+def _scanned(
+    x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: Any, state: torch.Tensor, selective: bool
+) -> torch.Tensor:
     x, dt, a, b, c = _rows_of(x), dt.contiguous(), a.contiguous(), b.float().contiguous(), c.float().contiguous()
     (rows, heads, dim), (_, groups, size), d = x.shape, b.shape, None if d is None else d.float().contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)
     fields = (*map(jit.address, (x, dt, a, b, c, d, state, out)), rows, x.stride(0))
-    threads = jit.threads_for(3 * rows * heads * dim * size, heads * dim)
-    jit.run(scan_code, jit.NUMBERS[x.dtype], (groups, heads, dim, size, d is not None), threads, *fields)
+    threads = jit.threads_for((16 if selective else 3) * rows * heads * dim * size, heads * dim)
+    jit.run(scan_code, jit.NUMBERS[x.dtype], (groups, heads, dim, size, d is not None, selective), threads, *fields)
     return out

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from agentcache.model.kernels import jit, recurrence
@@ -123,6 +124,27 @@ def test_a_scan_is_that_of_transformers(dtype: torch.dtype, heads: int, groups: 
     now, again = state.clone(), state.clone()
     out = run(slice(None), now)
     assert near(out / 32, expected[0] / 32, torch.float32)
+    assert near(now, left[0], torch.float32)
+    assert torch.equal(in_pieces(run, again), out)
+    assert torch.equal(again, now)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("channels", "size", "skips"), [(24, 16, True), (7, 32, False)])
+def test_a_selective_scan_is_that_of_transformers(dtype: torch.dtype, channels: int, size: int, skips: bool) -> None:
+    torch.manual_seed(size)
+    x, dt, rates = torch.randn(TOKENS, channels).to(dtype), torch.rand(TOKENS, channels), -torch.rand(channels, size) * 8
+    b, c = (torch.randn(TOKENS, size).to(dtype) for _ in range(2))
+    d = torch.randn(channels) if skips else None
+    wide = (x.float().t()[None], dt.t()[None], rates, b.float().t()[None], c.float().t()[None])
+    expected, left = mamba.mamba_selective_scan(*wide, D=d, return_last_state=True)
+
+    def run(rows: slice, state: Any) -> torch.Tensor:
+        return recurrence.selective_scan(x[rows], dt[rows], rates, b[rows], c[rows], d, state)
+
+    now, again = torch.zeros(channels, size), torch.zeros(channels, size)
+    out = run(slice(None), now)
+    assert near(out / 8, expected[0].t() / 8, torch.float32)
     assert near(now, left[0], torch.float32)
     assert torch.equal(in_pieces(run, again), out)
     assert torch.equal(again, now)
