@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-OWN = frozenset("agentcache asyncio concurrent contextlib contextvars functools threading typing weakref".split())
+OWN = frozenset("agentcache asyncio concurrent contextlib contextvars functools nest_asyncio threading typing weakref".split())
 
 _caller: ContextVar[dict[str, Any] | None] = ContextVar("agentcache_caller", default=None)
 

@@ -178,7 +178,7 @@ class Engine(ProcessOwned, Documents):
             volatile=volatile, sticky=() if group is None else self._groups.tools(namespace, group, chosen),
         )  # fmt: skip
         sampling = fitted(sampling, layout, self.model)
-        consent = reuse or self.reuse
+        consent = self.reuse if reuse is None else reuse
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights, chosen.digest if chosen else "")
         if self._policy is not None:

@@ -35,9 +35,10 @@ def framework() -> CallerWarnings:
     return CallerWarnings(["framework"], ReuseWarning)
 
 
-def test_the_frames_of_a_framework_are_passed(framework: CallerWarnings) -> None:
+@pytest.mark.parametrize("module", ["framework.inside", "nest_asyncio"])
+def test_the_frames_of_a_framework_are_passed(framework: CallerWarnings, module: str) -> None:
     assert heard(lambda: FRAMEWORK.call(lambda: framework.warn("x"))) == [("x", __file__, ReuseWarning)]
-    inside: dict[str, Any] = {"__name__": "framework.inside", "warn": framework.warn}
+    inside: dict[str, Any] = {"__name__": module, "warn": framework.warn}
     code = compile("def call():\n    warn('x')\n", "framework.py", "exec")
     exec(code, inside)
     assert heard(inside["call"]) == [("x", __file__, ReuseWarning)]

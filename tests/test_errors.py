@@ -84,6 +84,8 @@ def test_requests_that_cannot_work() -> None:
         (errors.ConfigError, lambda e: e.generate(chat("x"), sampling=Sampling(forced=(5, 100_000))), r"forced.*100000.*\[0, 600\)"),
         (errors.ConfigError, lambda e: e.generate(chat("x"), sampling=Sampling(forced=(-1,))), "forced.*-1"),
         (errors.ConfigError, lambda e: e.generate(chat("x"), tools_order="best"), "tools_order='best'"),
+        (errors.ConfigError, lambda e: e.generate(chat("x"), reuse=False), "reuse=False: must be one of .*'off'"),
+        (errors.ConfigError, lambda e: e.generate(chat("x"), reuse=""), "reuse=''"),
         (errors.PromptError, lambda e: e.generate([]), "message"),
         (errors.PromptError, lambda e: e.generate(""), "empty"),
         (errors.ToolSchemaError, lambda e: e.generate(chat("x"), [{"no": "name"}]), "name"),

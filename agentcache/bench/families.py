@@ -114,6 +114,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **change
     """A new model of a family, in eval mode, with some settings changed; the same arguments give the same weights."""
     from transformers import AutoModelForCausalLM
 
+    from ..model.loading import with_soft_caps
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config_of(name, **changed)).to(dtype).eval()
+        return with_soft_caps(AutoModelForCausalLM.from_config(config_of(name, **changed))).to(dtype).eval()

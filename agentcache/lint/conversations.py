@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from .agents import Conversation, Words, foreign, front_of, share, whose
-from .history import alike, speaks_of_summary
+from .history import alike, similar, speaks_of_summary
 from .values import Request, Said
 from .volatile import masked
 
@@ -124,7 +124,9 @@ class Conversations:
             if name not in shared or foreign(track.last, request):
                 continue
             least = min(sum(track.marks.values()), sum(marks.values()))
-            ended = self._end(track.last) in marks
+            ended = (end := self._end(track.last)) in marks
+            if request.prompt is None and end == self._end(request) and _asks_of_another(track, marks, request):
+                continue
             score = shared[name] / least + 0.5 * ended - (0.25 if track.last.system[:1] != request.system[:1] else 0)
             score += 2 * (request.prompt is not None and request.prompt.startswith(track.last.prompt or "\0"))
             enough = shared[name] >= (LEAST if ended else SAME) * least
@@ -178,6 +180,12 @@ class Conversations:
             lines = [line for line in request.prompt.split("\n") if line.strip()]
             return _digest(masked(lines[-2 if len(lines) > 1 else -1])) if lines else b""
         return self._mark(request.history[-1]) if request.history else b""
+
+
+def _asks_of_another(track: Conversation, marks: Counter[bytes], request: Request) -> bool:
+    """True if two histories that end alike share nothing else: the same is asked of another text, not of one that grew."""
+    alone = len(track.marks.keys() & marks.keys()) == 1 < min(len(track.marks), len(marks))
+    return alone and not similar(track.last.history[0].content, request.history[0].content)
 
 
 def _begins(request: Request) -> bool:

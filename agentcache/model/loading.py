@@ -154,12 +154,19 @@ def _check_weights(weights: Any, bits: int | None, device: str | None) -> None:
 def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
     """The model of a checkpoint: of text, or of images and text where there is no other. Only text is asked of it."""
     try:
-        return AutoModelForCausalLM.from_pretrained(model, **options)
+        return with_soft_caps(AutoModelForCausalLM.from_pretrained(model, **options))
     except ValueError:
         kind = AutoConfig.from_pretrained(model, **hub).model_type
         if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise
         return AutoModelForImageTextToText.from_pretrained(model, **options)
+
+
+def with_soft_caps(model: Any) -> Any:
+    """The model with an attention that has its soft caps: transformers 5.20, of Python 3.10, gives it sdpa, which leaves them out."""
+    if getattr(model.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    return model
 
 
 def _tokenizer(model: Any, hub: dict[str, Any]) -> Any:

@@ -212,3 +212,20 @@ def test_each_question_after_the_same_examples_is_another_one() -> None:
     asked = "What does the keeper write down on day {0} of the month, and why would anyone ask him of such a thing as that?"
     found = lint([{"messages": [*shown, {"role": "user", "content": asked.format(day)}]} for day in range(4)])
     assert (found.conversations, found.findings) == (4, [])
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_the_same_instruction_after_other_texts_continues_none(answered: bool) -> None:
+    """LlamaIndex asks for the facts of each part of a conversation that its memory lets go: nothing was edited."""
+    told = ["I like tea, and my boat is red.", "Where does the ferry to Port Averil leave?", "My cat sleeps all day long."]
+    said = [{"role": "assistant", "content": f"So it is, as of number {len(text)}."} if answered else None for text in told]
+    found = lint([_extracted(text, reply) for text, reply in zip(told, said)])
+    assert (found.conversations, found.findings) == (3, [])
+    found = lint([_extracted(" ".join(told[:number]), None) for number in (1, 2, 3)])  # one text that grows before the instruction
+    assert (found.conversations, len(found.findings)) == (1, 2)
+
+
+def _extracted(text: str, reply: dict[str, str] | None) -> dict[str, Any]:
+    asked = "Extract the facts from the conversation above, one to a line, and nothing else. " * 4
+    turns = [{"role": "user", "content": text}, reply, {"role": "user", "content": asked}]
+    return {"messages": [turn for turn in turns if turn]}

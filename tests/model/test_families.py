@@ -217,6 +217,14 @@ def test_a_family_that_is_broken_on_purpose_fails_its_proof(monkeypatch: pytest.
     assert "not its own" in why("llama4_text", chunk=0)
 
 
+def test_soft_caps_are_not_left_to_sdpa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.20, the last for Python 3.10, gives Gemma 2 an attention without them: it was refused."""
+    families.build("gemma2").save_pretrained(tmp_path / "gemma2")
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    loaded, _ = loading.load(str(tmp_path / "gemma2"), models.toy_tokenizer())
+    assert HFModel(loaded).support.paged
+
+
 def test_layers_with_a_memory_of_their_own_are_found() -> None:
     class Remembers(torch.nn.Module):  # adds the mean of all tokens so far of its call
         def forward(self, x: torch.Tensor) -> torch.Tensor:

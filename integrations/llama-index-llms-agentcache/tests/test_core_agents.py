@@ -311,3 +311,18 @@ def test_a_code_act_agent_runs_what_the_model_writes(llm: Make, run: Make) -> No
     assert run(ask()) == "It is 42."
     assert ran == ["print(6 * 7)"]
     assert kept(model.receipts) == [1.0]
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["beside code", "alone"])
+def test_a_code_act_agent_hands_off(llm: Make, run: Make, runs: bool) -> None:
+    """LlamaIndex keeps the result of the handoff, and of its call only the text."""
+    begun = "<execute>\nprint(6 * 7)\n</execute>\n" if runs else ""
+    model = llm(begun + call("handoff", to_agent="keeper", reason="Tides."), "At 14:05.")
+    coder = CodeActAgent(name="coder", description="Computes.", llm=model, code_execute_fn=lambda code: "42")
+    keeper = FunctionAgent(name="keeper", description="Knows tides.", tools=[tide], llm=model)
+
+    async def ask() -> Any:
+        return await AgentWorkflow(agents=[coder, keeper], root_agent="coder").run("Tide?")
+
+    answer = run(ask())
+    assert (str(answer), answer.current_agent_name) == ("At 14:05.", "keeper")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from cases import tools, user
 from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.async_utils import run_jobs
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.agentcache import AgentCacheLLM, NoToolCallError, StableReActAgent, StructuredOutputError, answer_at_tail
@@ -194,3 +196,14 @@ def test_a_shortened_answer_is_told(short: Any) -> None:
     assert [each.filename for each in told] == [__file__]
     assert response.raw["shortened"] is True
     assert "cut" not in response.raw
+
+
+def test_a_shortened_answer_names_its_line_under_progress_bars(short: Any) -> None:
+    """Extractors show their progress: the frames of tqdm lie between."""
+
+    async def ask() -> Any:
+        return await run_jobs([short(30).achat([user("Whose?")], response_format={"type": "json_object"})], show_progress=True)
+
+    with pytest.warns(UserWarning, match="ended early, to fit into max_tokens") as told:
+        asyncio.run(ask())
+    assert [each.filename for each in told] == [__file__]

@@ -344,3 +344,19 @@ def test_usage_counts_the_thought(llm: Make) -> None:
     told = raw["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert 0 < told < raw["usage"]["completion_tokens"]
     assert llm("At noon.").chat([user("Tide?")]).raw["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_log_probabilities_are_told_of_each_token(llm: Make, run: Make) -> None:
+    """The chosen token first, which is the likeliest here, then the others; 0 asks for the chosen one alone."""
+    model = llm("At two.", "At two.", "At two.", "At two.", "At two.")
+
+    async def streamed() -> Any:
+        return [one async for one in await model.astream_complete("Tide?", logprobs=0)][-1]
+
+    answers = [model.chat([user("Tide?")], logprobs=2), list(model.stream_complete("Tide?", logprobs=2))[-1]]
+    answers += [model.complete("Tide?", logprobs=0), run(streamed())]
+    for answer, number in zip(answers, (2, 2, 0, 0)):
+        assert "".join(each[0].token for each in answer.logprobs).startswith("At two.")
+        assert {len(each) for each in answer.logprobs} <= {number or 1, number + 1}
+        assert all(one.logprob < 0 for each in answer.logprobs for one in each)
+    assert model.chat([user("Tide?")]).logprobs is None

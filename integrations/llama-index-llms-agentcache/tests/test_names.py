@@ -67,6 +67,7 @@ def test_what_huggingface_llm_is_made_with_makes_this_one(folder: str) -> None:
         ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5, "top_k": 50}),
         ({"num_predict": 9, "stop_sequences": ["x"]}, {"max_tokens": 9, "stop": ["x"]}),
         ({"max_new_tokens": 9, "max_tokens": 9}, {"max_tokens": 9}),
+        ({"extra_headers": {"anthropic-beta": "prompt-caching-2024-07-31"}}, {}),
         ({"json_mode": True}, {"schema": True}),
         ({"json_mode": False, "request_timeout": None, "trust_remote_code": False}, {}),
         ({"format": "json"}, {"schema": True}),

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.extractors import DocumentContextExtractor
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import Document, NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.llms.agentcache import AgentCacheLLM, CacheAwareOrder, LearnNodes, ReceiptEvent
 
 pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
@@ -75,6 +77,17 @@ def test_a_chat_engine_finds_passages_in_its_system_prompt(llm: AgentCacheLLM, r
     for question in QUESTIONS:
         engine.chat(question)
     assert share(receipts[-1]) > 0.4, list(map(share, receipts))
+
+
+def test_an_extractor_reads_the_document_once(llm: AgentCacheLLM, receipts: list[dict[str, Any]]) -> None:
+    """LlamaIndex's extractor says headers of HTTP to every model, and logs what fails: nodes came back without a context."""
+    store = SimpleDocumentStore()
+    store.add_documents([Document(text=" ".join(recipes.LOG), id_="log")])
+    said = DocumentContextExtractor(docstore=store, llm=llm, max_output_tokens=4, show_progress=False, num_workers=1)
+    of = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="log")}
+    contexts = asyncio.run(said.aextract([TextNode(text=text, relationships=of) for text in recipes.LOG[:2]]))
+    assert [list(one) for one in contexts] == [["context"], ["context"]]
+    assert share(receipts[-1]) > 0.5, list(map(share, receipts))
 
 
 def test_an_agent_asks_the_query_engine(llm: AgentCacheLLM, receipts: list[dict[str, Any]]) -> None:

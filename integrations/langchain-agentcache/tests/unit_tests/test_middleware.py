@@ -79,6 +79,7 @@ def test_an_answer_of_langchains_cache_is_no_event(chat: ChatAgentCache) -> None
     assert [len(list(agent.stream(asked("Hi"), stream_mode="custom"))) for _ in range(2)] == [1, 0]
 
 
+@script.TOLD_IN_LOOPS
 async def test_events_of_async_agents(chat: ChatAgentCache) -> None:
     agent = create_agent(chat, [tide], middleware=[AgentCacheMiddleware()])
     events = [event async for event in agent.astream_events(asked(), version="v2") if event["event"] == "on_custom_event"]

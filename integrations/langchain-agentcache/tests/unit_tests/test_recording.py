@@ -36,6 +36,7 @@ def asked(text: str = "When is high water?") -> Any:
     return {"messages": [HumanMessage(text)]}
 
 
+@script.TOLD_IN_LOOPS
 async def test_agents_are_recorded(model: ChatAgentCache, tmp_path: Path) -> None:
     clock = itertools.count(12)
 

@@ -55,6 +55,7 @@ def question(number: int) -> dict[str, Any]:
     return {"messages": [HumanMessage(f"Get the invoice A-{number}.")]}
 
 
+@script.TOLD_IN_LOOPS
 @pytest.mark.parametrize("middleware", [[], [AgentCacheMiddleware()]], ids=["alone", "with middleware"])
 async def test_tools_first_then_the_object(embedded: ChatAgentCache, middleware: list[Any]) -> None:
     running, counts = agent(embedded, TOOLS, middleware=middleware), CacheCounts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import script
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
@@ -49,6 +50,7 @@ def test_nodes_of_a_thread_have_sessions_of_their_own(chat: Any) -> None:
     assert all(tokens(model, f"one/{node}") for node in ("keeper", "mate"))
 
 
+@script.TOLD_IN_LOOPS
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_thread_in_a_loop_is_its_session(chat: Any, streams: bool) -> None:
     agent = create_agent(chat(max_tokens=4, streaming=streams), [], system_prompt="You keep a log.", checkpointer=InMemorySaver())

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ContentBlock, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    ContentBlock,
+    LogProb,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 
 from agentcache import Completion, Message, Receipt, ToolCall
 
@@ -108,6 +118,23 @@ def raw(receipt: Receipt, notes: tuple[str, ...] = ()) -> dict[str, Any]:
         "usage": receipt.usage,
         "receipt": {**figures, **{name: value for name, value in (("resumed", receipt.resumed), ("notes", told)) if value}},
     }
+
+
+def likeliest(completion: Completion, text_of: Callable[[list[int]], str]) -> list[list[LogProb]] | None:
+    """Of each token its log-probability, and those of the other likeliest ones after it; None where none were asked for."""
+    told = [((one.token, one.logprob), *(other for other in one.top if other[0] != one.token)) for one in completion.logprobs]
+    return [[LogProb(token=text_of([token]), logprob=value) for token, value in each] for each in told] or None
+
+
+def as_completion(response: ChatResponse) -> CompletionResponse:
+    """A response to a text."""
+    return CompletionResponse(
+        text=response.message.content or "",
+        additional_kwargs={**response.message.additional_kwargs, **response.additional_kwargs},
+        raw=response.raw,
+        logprobs=response.logprobs,
+        delta=response.delta,
+    )
 
 
 def last(responses: Iterator[ChatResponse]) -> ChatResponse:

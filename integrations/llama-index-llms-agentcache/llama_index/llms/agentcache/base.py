@@ -11,12 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from llama_index.core.base.llms.generic_utils import (
-    achat_to_completion_decorator,
-    astream_chat_to_completion_decorator,
-    chat_to_completion_decorator,
-    stream_chat_to_completion_decorator,
-)
+from llama_index.core.base.llms.generic_utils import prompt_to_messages
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -38,7 +33,7 @@ from agentcache import Completion, Engine, EngineLease, Message, RemoteEngine, S
 from agentcache.errors import ConfigError, MessageError
 
 from . import prompts, requests
-from .answer import Answer, alast, check_called, last
+from .answer import Answer, alast, as_completion, check_called, last, likeliest
 from .cache_points import pin_points
 from .contexts import with_session
 from .events import ReceiptEvent
@@ -241,6 +236,7 @@ class AgentCacheLLM(ObjectLLM):
     def _finish(self, ask: Ask, answer: Answer, completion: Completion) -> ChatResponse:
         response = answer.finish(completion)
         assert isinstance(response.raw, dict)
+        response.logprobs = likeliest(completion, self.engine.tokenizer.decode)
         self._host.hints.tell(response.raw, completion, ask.prompt, Offer(ask.offer.shown).callable_names)
         said = completion.text if isinstance(ask.prompt, str) else completion.message
         dispatcher.event(ReceiptEvent(receipt=response.raw, prompt=ask.prompt, tools=ask.offer.shown, answer=said))
@@ -270,32 +266,32 @@ class AgentCacheLLM(ObjectLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        ask = chat_to_completion_decorator(lambda turns, **kw: last(self._responses(self._turns(prompt, formatted, turns), kw)))
-        return ask(prompt, **kwargs)
+        return as_completion(last(self._responses(self._turns(prompt, formatted), kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        stream = stream_chat_to_completion_decorator(lambda turns, **kw: self._responses(self._turns(prompt, formatted, turns), kw))
-        yield from stream(prompt, **kwargs)
+        yield from map(as_completion, self._responses(self._turns(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        ask = achat_to_completion_decorator(lambda turns, **kw: alast(self._aresponses(self._turns(prompt, formatted, turns), kw)))
-        return await ask(prompt, **kwargs)
+        return as_completion(await alast(self._aresponses(self._turns(prompt, formatted), kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        async def start(turns: Any, **kw: Any) -> ChatResponseAsyncGen:
-            return self._aresponses(self._turns(prompt, formatted, turns), kw)
+        turns = self._turns(prompt, formatted)
 
-        return await astream_chat_to_completion_decorator(start)(prompt, **kwargs)
+        async def responses() -> CompletionResponseAsyncGen:
+            async for response in self._aresponses(turns, kwargs):
+                yield as_completion(response)
 
-    def _turns(self, prompt: str, formatted: bool, turns: list[ChatMessage]) -> list[ChatMessage] | str:
+        return responses()
+
+    def _turns(self, prompt: str, formatted: bool) -> list[ChatMessage] | str:
         if formatted:
             return prompt
         if (write := prompts.of_text(self)) is not None:
             return self._extend_prompt(prompts.written(write, prompt))
-        return self._extend_messages(turns)
+        return self._extend_messages(list(prompt_to_messages(prompt)))
 
     # -- tools -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from . import contexts
 
 SELDOM = ("truncated history",)  # AppendOnlyMemory leaves out turns as well, but not twice in a row: one is not worth a warning
 LEAST = 32  # tokens, as in the engine's `missed`
-BETWEEN = ("llama_index", "llama_index_instrumentation", "workflows")  # packages between a program's line and a warning about it
+BETWEEN = ("llama_index", "llama_index_instrumentation", "tqdm", "workflows")  # packages between a program's line and a warning about it
 
 _TAIL = "What changes by itself, such as the time or retrieved passages, belongs into the newest user message, or into volatile=[...]"
 _BLOCKS = "Keep response.message with its blocks in the memory, and AppendOnlyMemory hands it out as it was"

@@ -1,6 +1,7 @@
 """Settings as HuggingFaceLLM and Ollama call them, in this package's words. Knows no engine and no messages.
 
-A name whose meaning is equal is taken over; any other is refused, and the error says what to write instead. Nothing is ignored.
+A name whose meaning is equal is taken over; any other is refused, and the error says what to write instead. Nothing that could
+change an answer is ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .structured import schema_of
 
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "{query_str}")  # what stands there by default
 SAME = {**foreign_settings.SAME, "num_output": "max_tokens"}
+NEEDLESS = ("extra_headers",)  # of HTTP, as LlamaIndex's DocumentContextExtractor gives them to every model: they change no answer
 LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
 NO_SERVER = "base_url= and api_key= of an `agentcache serve`; without them the model runs in this process"
 INSTEAD = {
@@ -48,7 +50,7 @@ def said(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={value!r:.100} is no setting here. Instead of it: {INSTEAD[name]}")
         if name in ("json_mode", "format", "response_format"):
             out = joined(out, _form(name, value), name)
-        elif name != "do_sample" and name not in INSTEAD:
+        elif name not in ("do_sample", *INSTEAD, *NEEDLESS):
             out = joined(out, {SAME.get(name, name): value}, name)
     if (sample := given.get("do_sample")) is not None:
         if not isinstance(sample, bool):

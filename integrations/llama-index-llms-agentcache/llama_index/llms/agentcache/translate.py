@@ -31,19 +31,25 @@ _ROLES: dict[str, Literal["system", "user", "assistant", "tool"]] = {
 
 
 def to_messages(messages: Sequence[ChatMessage], late_system: LateSystem = "user") -> list[Message]:
-    """The same conversation for the engine. late_system: the role of system text after the first turn, which many templates drop."""
+    """The same conversation for the engine. late_system: the role of system text after the first turn, which many templates drop.
+
+    A result after an answer without calls is told by the user, as results of code are: a CodeActAgent leaves out its call of `handoff`.
+    """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise MessageError(f"messages={messages!r:.200}: give a list of ChatMessage; for a plain text use complete()")
     out: list[Message] = []
+    uncalled = False  # whether there was an answer, and the last one calls nothing
     for index, message in enumerate(messages):
         if not isinstance(message, ChatMessage):
             raise MessageError(f"messages[{index}]={message!r:.200}: give a llama_index ChatMessage")
         made = _to_message(index, message)
         late = made.role == "system" and any(before.role != "system" for before in out)
-        if late and late_system == "user":
+        if (late and late_system == "user") or (made.role == "tool" and uncalled):
             _append_user(out, made.content)
         else:
             out.append(made)
+        if made.role == "assistant":
+            uncalled = not made.tool_calls
     return out
 
 
