@@ -3,6 +3,9 @@
 A prompt is computed in pieces: they end at the multiples of 512, at the end of its stable prefix and at the ends of its messages, the last
 two rounded down to a multiple of 64. Bits of a state depend on where pieces ended, so a checkpoint tells, and serves prompts that are cut
 at the same positions before it. A text without messages has pieces of 128: nobody knows where the next one will end.
+
+A model may have proven that its states do not depend on pieces: then these end at checkpoints alone, which are rounded to no multiple, and
+serve every prompt that begins with the same tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _LASTING = ("system", "tools", "turn")  # runs of tokens whose ends later prompt
 class Checkpoint:
     """Copies of the states of all recurrent layers after one token; a state that a layer does not have is None.
 
-    cuts: positions at which the pieces ended that led to it, its own the last.
+    cuts: positions at which the pieces ended that led to it, its own the last; none where it does not depend on them.
     """
 
     states: tuple[torch.Tensor | None, ...]
@@ -53,6 +56,7 @@ class LiveState(Protocol):
 
     length: int
     joins: bool  # one forward may run several pieces
+    unit: int  # checkpoints stand at its multiples; 1: states do not depend on pieces
 
     def passed(self, stop: int) -> tuple[torch.Tensor | None, ...]:
         """Copies of the states after a row of the last forward at which one of its pieces ended."""
@@ -71,10 +75,11 @@ class LiveState(Protocol):
         ...
 
 
-def marks_of(layout: Layout, whole: bool = False) -> tuple[int, ...]:
+def marks_of(layout: Layout, unit: int, whole: bool = False) -> tuple[int, ...]:
     """Positions of a prompt's checkpoints: after its stable prefix, after its messages, and amid long stretches.
 
-    Where its last run of tokens ends, later prompts go on: no mark, unless the prompt is `whole`, kept for its own sake.
+    Where its last run of tokens ends, later prompts go on: no mark, unless the prompt is `whole`, kept for its own sake. unit: marks are
+    its multiples.
     """
     tokens, spans = len(layout.ids), layout.spans
     ends = {layout.prefix_tokens} | {span.stop for span in (spans if whole else spans[:-1]) if span.kind in _LASTING}
@@ -82,7 +87,7 @@ def marks_of(layout: Layout, whole: bool = False) -> tuple[int, ...]:
         ends |= {*range(STRIDE_TOKENS, tokens, STRIDE_TOKENS), tokens // TEXT_TOKENS * TEXT_TOKENS}
     found: list[int] = []
     for end in sorted({*ends, tokens}):
-        at, last = end // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS, found[-1] if found else 0
+        at, last = end // unit * unit, found[-1] if found else 0
         found.extend(range(last + STRIDE_TOKENS, at, STRIDE_TOKENS))
         if at > last and end in ends:
             found.append(at)
@@ -94,7 +99,9 @@ def in_text(layout: Layout) -> bool:
     return any(span.kind == "text" for span in layout.spans)
 
 
-def cuts_of(marks: Sequence[int], tokens: int, text: bool = False) -> tuple[int, ...]:
+def cuts_of(marks: Sequence[int], tokens: int, unit: int, text: bool = False) -> tuple[int, ...]:
     """Positions at which the pieces of so many tokens end."""
+    if unit == 1:
+        return tuple(marks)
     step = TEXT_TOKENS if text else PAGE_TOKENS
     return tuple(sorted({*marks, *range(step, tokens, step)}))

@@ -328,10 +328,9 @@ class Engine(ProcessOwned, Documents):
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         filled = layout
         if self.model.spec is not None and self.model.spec.recurrent:
-            from .checkpoints import CHECKPOINT_TOKENS
             from .layout.opening import at_multiple
 
-            filled, layout = at_multiple(layout, CHECKPOINT_TOKENS)
+            filled, layout = at_multiple(layout, self.model.support.unit)
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
         sampling = fitted(Sampling(max_tokens=1), filled, self.model)

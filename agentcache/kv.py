@@ -169,11 +169,11 @@ class Sequence:
 
     def _end_piece(self, at: int, states: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
         self.ended.append(at)
-        if at in self.marks:
+        if at in self.marks and self.state is not None:
             from .checkpoints import Checkpoint
 
             page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
-            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended))}
+            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended) if self.state.unit > 1 else ())}
 
     @property
     def junction(self) -> Ahead | None:

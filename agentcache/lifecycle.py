@@ -90,8 +90,8 @@ class Lifecycle:
         if sequence.state is not None:
             from .checkpoints import cuts_of, in_text, marks_of
 
-            marks = marks_of(layout, whole=running.asked.fill_only)
-            sequence.cuts = cuts = cuts_of(marks, length, in_text(layout))
+            marks = marks_of(layout, sequence.state.unit, whole=running.asked.fill_only)
+            sequence.cuts = cuts = cuts_of(marks, length, sequence.state.unit, in_text(layout))
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
         found = self.matching.match(running, cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)

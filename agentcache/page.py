@@ -218,12 +218,12 @@ class Page:
 def last_checkpoint(pages: Seq[Page], tokens: int, cuts: Seq[int] | None = None) -> int:
     """The position of the last checkpoint within the first `tokens` of these pages; 0 if there is none.
 
-    cuts: of a prompt; only a checkpoint of the same pieces serves it.
+    cuts: of a prompt; only a checkpoint of the same pieces serves it, or one that does not depend on pieces.
     """
     for at in range(-(-tokens // PAGE_TOKENS) - 1, -1, -1):
         for slots, known in sorted(pages[at].checkpoints.items(), reverse=True):
             stop = at * PAGE_TOKENS + slots
-            if stop <= tokens and (cuts is None or known.cuts == tuple(cut for cut in cuts if cut <= stop)):
+            if stop <= tokens and (cuts is None or not known.cuts or known.cuts == tuple(cut for cut in cuts if cut <= stop)):
                 return stop
     return 0
 

@@ -30,8 +30,8 @@ class Support:
     """What can be done with one loaded model. name: its model type. why: the first obstacle, where its state cannot be paged.
 
     row_pure: in the proof a token's bits did not depend on the tokens beside it. joins: nor, with recurrent layers, on which pieces of the
-    sequence ran in one forward. proof: this load made it, or found an earlier one's; "" where there was none: our own loop, or an
-    obstacle before it.
+    sequence ran in one forward. unit: checkpoints stand at its multiples; 1: nor did they depend on where pieces ended. proof: this load
+    made it, or found an earlier one's; "" where there was none: our own loop, or an obstacle before it.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Support:
     why: str = ""
     row_pure: bool = False
     joins: bool = False
+    unit: int = 0
     proof: Literal["", "made", "found"] = field(default="", compare=False)
 
 

@@ -137,7 +137,7 @@ class HFModel:
             return None
         from .recurrent import RecurrentState
 
-        return RecurrentState(self.config, joins)
+        return RecurrentState(self.config, joins, self.support.unit)
 
     def ways(self) -> list[Attention]:
         """How each layer attends, of a model that runs transformers' own modules and is idle."""
@@ -148,8 +148,8 @@ class HFModel:
         """How layers lie in a page, in words, and whether pieces are joined; "" where each has keys and values alone, of one shape."""
         assert self.spec is not None
         plain = len(self._slots) == self.spec.layers and not self.spec.widths and not self.spec.recurrent
-        compiled = self.mixers.compiled if self.mixers is not None else 0
-        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, joined {self.support.joins}, compiled {compiled}"
+        pieces = f"joined {self.support.joins}, unit {self.support.unit}, compiled {self.mixers.compiled if self.mixers else 0}"
+        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, {pieces}"
 
     def keep_boundaries(self, layers: tuple[int, ...], owner: str = "segments") -> None:
         """Keep the inputs of these layers, and of those that other owners want, with pages computed from now on, if layers are stepped."""
@@ -235,7 +235,8 @@ class HFModel:
         self._calls = 0
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not has_experts(m))
         pure = verdict.pure and latents.pure and not indexers and next(others, None) is None  # each of those sees few rows, by chance alike
-        self.support = Support(self.support.name, not verdict.why, verdict.why, pure, verdict.joins, "found" if found else "made")
+        told = (verdict.joins, verdict.unit)
+        self.support = Support(self.support.name, not verdict.why, verdict.why, pure, *told, "found" if found else "made")
         return verdict.why
 
     @torch.inference_mode()

@@ -30,10 +30,11 @@ from .numerics import Numerics
 TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
 STATE_TOKENS = 101  # of models with states, cut at 64
-REVISION = "6"  # of the proof: raise it when it asks for more
+REVISION = "7"  # of the proof: raise it when it asks for more
 FLOPS = 1e11  # of one forward at most: less than a second on two cores
 CUTS = (1, 64, 101)  # where a run is cut: after one token, at a multiple of 64, and amid a chunk
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest
+ODD_CUTS = (1, 2, 37, 64, 65, 100)  # of models with states, whose pieces may end anywhere: pieces of one token are steps of decoding
 STATE_COSINE = 0.9995  # the same for states that go on: both sides ran the same kernels; a state that loses something stays below
 ROUNDINGS = 4  # by which quantised states may differ more than rows beside them change
 COSINE = 0.9  # least, of logits of 16-bit numbers: their rounding grows from layer to layer, without bound where weights are random
@@ -47,11 +48,12 @@ MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError
 
 class Verdict(NamedTuple):
     """What a proof says: why pages cannot be reused, "" if they can; whether bits depend neither on the tokens run beside, nor, of a
-    sequence with states, on which of its pieces ran in one forward."""
+    sequence with states, on which of its pieces ran in one forward. unit: pieces end at its multiples; 1: bits do not depend on that."""
 
     why: str
     pure: bool = False
     joins: bool = False
+    unit: int = CHECKPOINT_TOKENS
 
 
 class Provable(Protocol):
@@ -191,21 +193,25 @@ def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected
     pure = torch.equal(found, pieces) and all(torch.equal(a, b) for a, b in _pairs(sequence, again))
     if not pure and _alike(model, found, pieces) < SHARE:
         return Verdict("copies of its states do not continue as the states do")
-    return Verdict("", pure, pure and _joins(model, ids, places, stops, sequence, pieces))
+    known = sequence, pieces
+    joins = pure and _same(model, ids, places, [tokens], stops, known)
+    seamless = joins and all(_same(model, ids, places, ends, ODD_CUTS, known) for ends in ([tokens], [*ODD_CUTS, tokens]))
+    return Verdict("", pure, joins, 1 if seamless else CHECKPOINT_TOKENS)
 
 
-def _joins(model: Provable, ids: torch.Tensor, places: list[int], stops: list[int], sequence: Sequence, pieces: torch.Tensor) -> bool:
-    """Tell whether one forward over all pieces has the bits of a forward for each: in keys, values, logits and states."""
-    assert sequence.state is not None
-    if not sequence.state.joins:
+def _same(
+    model: Provable, ids: torch.Tensor, places: list[int], ends: list[int], cuts: Seq[int], known: tuple[Sequence, torch.Tensor]
+) -> bool:
+    """Tell whether forwards up to `ends`, of pieces up to `cuts`, give the bits that are known: keys, values, logits and states."""
+    sequence, logits = known
+    if sequence.state is None or not sequence.state.joins:
         return False
     try:
-        joined, found = _run(model, ids, [len(ids)], places, cuts=stops)
+        other, found = _run(model, ids, ends, places, cuts=cuts)
     except MODEL_FAULTS:  # a module that cannot be given some of its rows
         return False
-    known = [*_states(joined), *_states(sequence)]
-    pairs = [*_pairs(sequence, joined), *zip(known[: len(known) // 2], known[len(known) // 2 :], strict=True), (found, pieces)]
-    return all(torch.equal(a, b) for a, b in pairs)
+    states = zip(_states(sequence, cuts), _states(other, sequence.cuts), strict=True)
+    return all(torch.equal(a, b) for a, b in [*_pairs(sequence, other), *states, (found, logits)])
 
 
 def _run(
@@ -257,10 +263,10 @@ def _alike(model: Provable, found: torch.Tensor, expected: torch.Tensor, least: 
     return float(((found - expected).abs().amax(-1) <= bound).float().mean())
 
 
-def _states(sequence: Sequence) -> list[torch.Tensor]:
-    """All states of a sequence: after its checkpoints, and of now."""
+def _states(sequence: Sequence, at: Seq[int]) -> list[torch.Tensor]:
+    """The states of a sequence of one page: after those of its checkpoints that stand at these positions, and of now."""
     assert sequence.state is not None
-    kept = [known.states for page in sequence.pages for known in page.checkpoints.values()]
+    kept = [known.states for slots, known in sorted(sequence.pages[0].checkpoints.items()) if slots in at]
     return [state for states in (*kept, sequence.state.copy()) for state in states if state is not None]
 
 

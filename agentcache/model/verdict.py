@@ -33,7 +33,8 @@ def verdict(model: HFModel) -> dict[str, Any]:
         found["weights"] = f"{model.weights}, a scale for each output: other numbers than the checkpoint's"
     found |= {"layers": _kinds(model), "reused": "prefixes of any length, in memory and on disk"}
     if model.spec.recurrent:
-        found["reused"] = f"prefixes up to a checkpoint, at a multiple of {CHECKPOINT_TOKENS} tokens, in memory and on disk"
+        found["reused"] = "prefixes up to a checkpoint, in memory and on disk"
+        found["checkpoints"] = f"at multiples of {model.support.unit} tokens" if model.support.unit > 1 else "after any token"
     found["promise"] = "the bits of reuse off" if model.bitwise else f"the greedy tokens of reuse off, no bits: {_impurity(model)}"
     found["KV bytes per token"] = model.spec.token_bytes
     if model.spec.recurrent:
