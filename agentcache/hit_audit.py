@@ -68,9 +68,7 @@ class HitAudit:
             assert isinstance(running.sequence, Sequence)
             own, acting = running.sequence.cuts, (running.sequence.adapter, running.sequence.acts_from)
             marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
-            state = self.runner.model.begin()
-            own = own if state is None or state.unit > 1 else tuple(sorted(marks))  # a checkpoint may be of another prompt's pieces
-            sequence = Sequence(spec, state=state, cuts=own, marks=marks)
+            sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own, marks=marks)
             sequence.adapter, sequence.acts_from = acting
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 

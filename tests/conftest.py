@@ -131,6 +131,21 @@ def no_garbage() -> Iterator[None]:
 
 
 @pytest.fixture
+def pieces_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models with states are loaded as if these depended on where pieces end, as those of references do."""
+    from agentcache.checkpoints import CHECKPOINT_TOKENS
+    from agentcache.model import proof
+
+    proven = proof.proven
+
+    def of_pieces(*given: Any) -> tuple[proof.Verdict, bool]:
+        verdict, found = proven(*given)
+        return verdict._replace(unit=CHECKPOINT_TOKENS), found
+
+    monkeypatch.setattr(proof, "proven", of_pieces)
+
+
+@pytest.fixture
 def asking() -> Iterator[Callable[..., Asking]]:
     """asking("lfm2", folder): an engine of a tiny model of a family, over a store, asked for answers; closed after the test."""
     from tests.asking import Asking

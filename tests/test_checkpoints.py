@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache import Reason, Sampling, StoreOptions, checkpoints
+from agentcache import Reason, Sampling, StoreOptions, checkpoints, hit_audit
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
 from agentcache.errors import ConfigError, NonFiniteLogitsError, StoreWarning
 from agentcache.kv import PAGE_TOKENS, Page, Sequence
@@ -47,24 +47,34 @@ def layout(*stops: int, prefix: int) -> Layout:
 def test_a_continued_prompt_has_the_marks_of_its_start(lengths: list[int], turns: int) -> None:
     stops = [sum(lengths[: at + 1]) for at in range(len(lengths))]
     whole, start = layout(*stops, prefix=stops[0]), layout(*stops[:turns], prefix=stops[0])
-    marks, before = marks_of(whole), marks_of(start)
+    marks, before = marks_of(whole, CHECKPOINT_TOKENS), marks_of(start, CHECKPOINT_TOKENS)
     assert marks[: len(before)] == before
     assert all(mark % CHECKPOINT_TOKENS == 0 for mark in marks)
     assert all(b - a >= CHECKPOINT_TOKENS for a, b in zip(marks, marks[1:], strict=False))
     assert all(b - a <= STRIDE_TOKENS for a, b in zip((0, *marks), marks, strict=False))
-    ends = cuts_of(marks, stops[-1])
+    ends = cuts_of(marks, stops[-1], CHECKPOINT_TOKENS)
     assert set(marks) <= set(ends)
     assert all(b - a <= 512 for a, b in zip((0, *ends), ends, strict=False))
+    exact = marks_of(whole, 1)
+    assert {stops[0], *stops[:-1]} <= set(exact) | {stops[-1]}
+    assert exact[: len(marks_of(start, 1))] == marks_of(start, 1)
+    assert all(b - a <= STRIDE_TOKENS for a, b in zip((0, *exact), exact, strict=False))
+    assert cuts_of(exact, stops[-1], 1) == exact
 
 
 # -- bits ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seamless", [True, False])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_a_hit_has_the_bits_of_everything_computed(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
+def test_a_hit_has_the_bits_of_everything_computed(
+    family: str, seamless: bool, asking: Callable[..., Asking], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not seamless:
+        request.getfixturevalue("pieces_matter")
     first = asking(family, tmp_path / "store")
     group = first.engine.warm(SYSTEM["content"], TOOLS, name="tides")
-    assert group.prefix_tokens % CHECKPOINT_TOKENS == 0
+    assert (group.prefix_tokens % CHECKPOINT_TOKENS == 0) is not seamless
     asked = [SYSTEM, user("What is the tide at Port Averil? " * 6)]
     said, logits = first(asked)
     assert said.receipt.cached_tokens >= group.prefix_tokens
@@ -82,6 +92,51 @@ def test_a_hit_has_the_bits_of_everything_computed(family: str, asking: Callable
     found, from_disk = other(later)
     assert found.receipt.cached_tokens >= again.receipt.cached_tokens
     assert torch.equal(from_disk, expected)
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, "kimi_linear", "jamba"])
+def test_a_hit_goes_on_from_the_very_end_of_a_message(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
+    one, tide = asking(family, tmp_path / "store"), user("What is the tide at Port Averil? " * 3)
+    assert one.engine.model.support.unit == 1
+    one([SYSTEM, tide])
+    asked = [SYSTEM, tide, {"role": "assistant", "content": "High."}, user("Why is it? " * 9)]
+    said, logits = one(asked)
+    assert said.receipt.bitwise
+    assert not [refusal for refusal in said.receipt.refusals if refusal.reason is Reason.NUMERICS]
+    end = next(span.stop for span in one.engine.renderer.render(asked[:2], TOOLS).spans if span.kind == "turn")
+    assert said.receipt.cached_tokens == end
+    assert end % CHECKPOINT_TOKENS
+    assert torch.equal(one(asked, reuse="off")[1], logits)
+    one.engine.flush()
+    one.engine.close()
+    options = StoreOptions(tmp_path / "store", check_one_in=1, refuse_slow=False)
+    other = asking(family, options)
+    again, from_disk = other(asked)
+    assert again.receipt.disk_tokens == again.receipt.cached_tokens >= said.receipt.cached_tokens
+    assert torch.equal(from_disk, logits)
+    assert wait_until(lambda: other.engine.stats()["audits"]["run"] > 0)
+    assert other.engine.stats()["audits"]["failed"] == 0
+
+
+def test_a_longer_text_goes_on_from_a_shorter_one(asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    alike = hit_audit.alike
+
+    def noted(own: Page, kept: Page, *given: Any) -> bool:
+        compared.extend(own.checkpoints.keys() & kept.checkpoints.keys())
+        return alike(own, kept, *given)
+
+    monkeypatch.setattr(hit_audit, "alike", noted)
+    one = asking("qwen3_5_text", tmp_path / "store")
+    one("The tide is high at noon. " * 60, ())
+    one.engine.close()
+    other = asking("qwen3_5_text", StoreOptions(tmp_path / "store", check_one_in=1, refuse_slow=False))
+    again, logits = other("The tide is high at noon. " * 70, ())
+    assert again.receipt.disk_tokens > 128
+    assert wait_until(lambda: other.engine.stats()["audits"]["run"] > 0)
+    assert other.engine.stats()["audits"]["failed"] == 0
+    assert again.receipt.cached_tokens % PAGE_TOKENS in compared
+    assert torch.equal(other("The tide is high at noon. " * 70, (), reuse="off")[1], logits)
 
 
 def test_two_conversations_branch_from_one_group(asking: Callable[..., Asking]) -> None:
@@ -163,6 +218,7 @@ def test_a_pinned_start_keeps_its_checkpoint(asking: Callable[..., Asking], monk
     assert said.receipt.cached_tokens == pinned.prefix_tokens
 
 
+@pytest.mark.usefixtures("pieces_matter")
 def test_a_checkpoint_may_go_before_it_is_pinned(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
     """The start is attached to a whole page of another prompt, which drops the checkpoint at which the start ends."""
     ask, inner = asking("lfm2", None), Lifecycle.start
@@ -199,6 +255,7 @@ def test_checkpoints_survive_being_bytes(tokens: int) -> None:
     assert tokens >= 64 or pack(page.checkpoints, tokens) == b""
 
 
+@pytest.mark.usefixtures("pieces_matter")
 def test_a_lossy_store_keeps_states_exactly(asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored: list[tuple[int, Any]] = []
     restore = RecurrentState.restore
@@ -293,6 +350,7 @@ def test_a_state_that_is_not_finite_is_not_admitted(asking: Callable[..., Asking
     assert len(one.engine.store) == 0
 
 
+@pytest.mark.usefixtures("pieces_matter")
 @pytest.mark.parametrize("store", [None, "store"])
 def test_keys_of_other_pieces_are_not_promised_bit_by_bit(
     store: str | None, tmp_path: Path, asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch
@@ -325,6 +383,7 @@ def test_keys_from_disk_beside_other_checkpoints_promise_no_bits(tmp_path: Path,
     assert said.receipt.bitwise <= torch.equal(one(shorter, tools=(), reuse="off")[1], logits)
 
 
+@pytest.mark.usefixtures("pieces_matter")
 def test_fewer_bits_without_a_checkpoint_leave_a_request_exact(tmp_path: Path, asking: Callable[..., Asking]) -> None:
     options = StoreOptions(tmp_path / "store", precision="int8")
     one = asking("qwen3_5_text", options)

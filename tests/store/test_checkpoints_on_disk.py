@@ -138,6 +138,7 @@ def test_budgets_of_disk_and_writing_count_checkpoints(
     assert sorted(taken) == sorted(row.bytes for row in rows)
 
 
+@pytest.mark.usefixtures("pieces_matter")
 def test_checkpoints_that_memory_drops_leave_the_disk(
     asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
