@@ -178,7 +178,7 @@ def _with_kernels(kind: type[nn.Module]) -> Function | None:
         if not packed or patched:
             return type(self).forward(self, *args, **kw)
         cache = kw.get("cache", kw.get("cache_params"))
-        running.before = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        running.before = None if cache is None else cache.recurrent_state(self.layer_idx)
         return own(self, *args, **kw)
 
     return forward

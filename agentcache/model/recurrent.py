@@ -103,6 +103,10 @@ class RecurrentState(Cache):
             if isinstance(layer, _Paged):
                 layer.length = self.length
 
+    def recurrent_state(self, layer: int) -> torch.Tensor | None:
+        """The recurrent state of a layer that has one at most; None before its first tokens."""
+        return self.layers[layer].recurrent_states.get(0)  # type: ignore[no-any-return]
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kw: Any) -> torch.Tensor:
         """Take new inputs of a convolution [1, channels, tokens] -> the last ones and them. Copies them token by token, as they lie."""
         layer = self.layers[layer_idx]
