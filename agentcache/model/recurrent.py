@@ -107,6 +107,13 @@ class RecurrentState(Cache):
         """The recurrent state of a layer that has one at most; None before its first tokens."""
         return self.layers[layer].recurrent_states.get(0)  # type: ignore[no-any-return]
 
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kw: Any) -> torch.Tensor:
+        """Take the new state of a layer -> it. One that a kernel changed in place is there already."""
+        held: torch.Tensor | None = self.layers[layer_idx].recurrent_states.get(state_idx)
+        if held is not None and held.data_ptr() == recurrent_states.data_ptr():
+            return held
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kw)
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kw: Any) -> torch.Tensor:
         """Take new inputs of a convolution [1, channels, tokens] -> the last ones and them. Copies them token by token, as they lie."""
         layer = self.layers[layer_idx]
