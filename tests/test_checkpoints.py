@@ -95,7 +95,7 @@ def test_a_hit_has_the_bits_of_everything_computed(
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, "kimi_linear", "jamba"])
-def test_a_hit_goes_on_from_the_very_end_of_a_message(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
+def test_a_hit_goes_on_from_the_end_of_a_message(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
     one, tide = asking(family, tmp_path / "store"), user("What is the tide at Port Averil? " * 3)
     assert one.engine.model.support.unit == 1
     one([SYSTEM, tide])

@@ -13,7 +13,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from ..checkpoints import CHECKPOINT_TOKENS
 from ..engine import Engine
 from ..errors import ConfigError
 from ..layout.tokenise import common_ids
@@ -79,7 +78,7 @@ def prepare(engine: Engine, count: int, options: Options, stock: Any = None) -> 
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
     prefix = common_ids(prompts[0], prompts[1])
     if engine.model.spec is not None and engine.model.spec.recurrent:  # turns go on from the group's checkpoint
-        prefix = prefix // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+        prefix = group.prefix_tokens
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
     stock = engine.model.model if stock is None else stock
     return Scene(engine, stock, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
