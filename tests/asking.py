@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from agentcache import Completion, Engine, Sampling, StoreOptions
 from agentcache.bench import families
+from agentcache.checkpoints import CHECKPOINT_TOKENS
+from agentcache.model import proof
 from tests import models
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse."}
@@ -28,6 +32,19 @@ TOOLS = [
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+@contextmanager
+def by_pieces() -> Iterator[None]:
+    """Load models with states as if these depended on where pieces end."""
+    proven = proof.proven
+
+    def of_pieces(*given: Any) -> tuple[proof.Verdict, bool]:
+        verdict, found = proven(*given)
+        return verdict._replace(unit=CHECKPOINT_TOKENS), found
+
+    with mock.patch.object(proof, "proven", of_pieces):
+        yield
 
 
 class Asking:

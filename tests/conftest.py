@@ -131,18 +131,12 @@ def no_garbage() -> Iterator[None]:
 
 
 @pytest.fixture
-def pieces_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces_matter() -> Iterator[None]:
     """Models with states are loaded as if these depended on where pieces end, as those of references do."""
-    from agentcache.checkpoints import CHECKPOINT_TOKENS
-    from agentcache.model import proof
+    from tests.asking import by_pieces
 
-    proven = proof.proven
-
-    def of_pieces(*given: Any) -> tuple[proof.Verdict, bool]:
-        verdict, found = proven(*given)
-        return verdict._replace(unit=CHECKPOINT_TOKENS), found
-
-    monkeypatch.setattr(proof, "proven", of_pieces)
+    with by_pieces():
+        yield
 
 
 @pytest.fixture

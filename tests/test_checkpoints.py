@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentcache import Reason, Sampling, StoreOptions, checkpoints, hit_audit
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
 from agentcache.errors import ConfigError, NonFiniteLogitsError, StoreWarning
-from agentcache.kv import PAGE_TOKENS, Page, Sequence
+from agentcache.kv import PAGE_TOKENS, Page, Sequence, last_checkpoint
 from agentcache.kv_spec import KVSpec
 from agentcache.lifecycle import Lifecycle
 from agentcache.model.recurrent import RecurrentState
@@ -116,6 +116,15 @@ def test_a_hit_goes_on_from_the_end_of_a_message(family: str, asking: Callable[.
     assert torch.equal(from_disk, logits)
     assert wait_until(lambda: other.engine.stats()["audits"]["run"] > 0)
     assert other.engine.stats()["audits"]["failed"] == 0
+
+
+def test_only_a_checkpoint_of_the_same_pieces_serves() -> None:
+    page = Page(KVSpec(1, 1, 8, torch.float32))
+    page.checkpoints = {64: Checkpoint((), (64,)), 128: Checkpoint((), (32, 128))}
+    assert [last_checkpoint([page], 200, cuts) for cuts in ((64, 128), (32, 128), (), None)] == [64, 128, 0, 128]
+    page.checkpoints = {64: Checkpoint((), (64,)), 101: Checkpoint((), ())}
+    assert [last_checkpoint([page], 200, cuts) for cuts in ((64, 128), ())] == [101, 101]
+    assert last_checkpoint([page], 100, (64,)) == 64
 
 
 def test_a_longer_text_goes_on_from_a_shorter_one(asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

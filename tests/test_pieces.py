@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.asking import SYSTEM, Asking, user
+from tests.asking import SYSTEM, Asking, by_pieces, user
 
 WORDS = "the wind at sea turns to north and a ship keeps its log by night".split()
 
@@ -18,9 +19,10 @@ WORDS = "the wind at sea turns to north and a ship keeps its log by night".split
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def hybrids() -> Iterator[dict[str, Asking]]:
-    made = {family: Asking(family, None) for family in ("qwen3_5_text", "lfm2")}
+@pytest.fixture(scope="module", params=[nullcontext, by_pieces], ids=["anywhere", "by pieces"])
+def hybrids(request: pytest.FixtureRequest) -> Iterator[dict[str, Asking]]:
+    with request.param():
+        made = {family: Asking(family, None) for family in ("qwen3_5_text", "lfm2")}
     yield made
     for one in made.values():
         one.engine.close()
