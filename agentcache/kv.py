@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ahead import Ahead, Piece, pieces
-from .kv_spec import KVSpec
+from .kv_spec import KVSpec, finite
 from .page import Page, last_checkpoint, stored_slots, stored_states
 from .types import PAGE_TOKENS
 
@@ -234,6 +234,6 @@ class Sequence:
             if not all(known.finite for slots, known in page.checkpoints.items() if slot < slots <= slot + count):
                 return False
             keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
-            if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+            if not (finite(keys) and finite(values)):
                 return False
         return True

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import torch
-
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .events import Chunk, Done, Progress
 from .kv import Sequence
+from .kv_spec import finite
 from .matching import Matching
 from .model.sampling import logprob_of
 from .plan import Attach, Plan, make
@@ -25,6 +24,8 @@ from .store.store import Store
 from .types import OF_BITS, PAGE_TOKENS, FinishReason, Reason, Refusal
 
 if TYPE_CHECKING:
+    import torch
+
     from .attached_ranges import AttachedRanges
 
 
@@ -81,7 +82,7 @@ class Lifecycle:
             running.account.record_stock(length)
             return running.plan
         assert model.spec is not None and model.numerics is not None
-        layout, cuts = asked.layout, None
+        cuts = None
         running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
         if asked.diagnose and model.experts:
             from .model.routes import Routes
@@ -90,9 +91,9 @@ class Lifecycle:
         if sequence.state is not None:
             from .checkpoints import cuts_of, in_text, marks_of
 
-            marks = marks_of(layout, sequence.state.unit, whole=running.asked.fill_only)
-            sequence.cuts = cuts = cuts_of(marks, length, sequence.state.unit, in_text(layout))
-            sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
+            marks = marks_of(asked.layout, sequence.state.unit, whole=asked.fill_only)
+            sequence.cuts = cuts = cuts_of(marks, length, sequence.state.unit, in_text(asked.layout))
+            sequence.marks = frozenset(marks if asked.reuse != "off" else ())
         found = self.matching.match(running, cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)
         below = None
@@ -157,7 +158,7 @@ class Lifecycle:
         if outcome.error is not None:
             return outcome.error
         self._record_forward(running, outcome)
-        if outcome.logits is not None and not bool(torch.isfinite(outcome.logits).all()):
+        if outcome.logits is not None and not finite(outcome.logits):
             return self._non_finite(running, "logits")
         if not running.filled:
             assert running.sequence is not None
@@ -179,7 +180,12 @@ class Lifecycle:
                 self._attach(running)  # in a page that it shares, others' checkpoints took the room of the one that is to be pinned
                 return None
             outcome.moved = not running.remaining and not self._holds(running)
-            return self._filled(running) if not running.remaining and not outcome.moved else None
+            if running.remaining or outcome.moved:
+                return None
+            running.filled = True
+            running.account.record_filled()
+            self._pin(running)
+            return "stop"
         ended = self._choose(running, outcome.logits) if outcome.logits is not None else None
         return self._take(running, outcome.drafts, ended) if outcome.drafts else ended
 
@@ -187,10 +193,10 @@ class Lifecycle:
         """Choose further tokens, as long as each one is the drafted one."""
         sequence = running.sequence
         assert isinstance(sequence, Sequence)
-        if not (finite := bool(torch.isfinite(drafts[1]).all())):
+        if not (sound := finite(drafts[1])):
             sequence.withdraw(sequence.length)  # masked slots must stay finite
         for token, logits in zip(*drafts, strict=True):
-            if not finite or ended is not None or running.ids.all[-1] != token:
+            if not sound or ended is not None or running.ids.all[-1] != token:
                 break
             sequence.advance(1)
             running.account.record_drafted()
@@ -214,12 +220,6 @@ class Lifecycle:
         if outcome.moved and running.provenance.holds:
             running.provenance.holds = False
             running.account.record_note("weights, adapters or hooks changed while it ran: the answer may be of both")
-
-    def _filled(self, running: Running) -> FinishReason:
-        running.filled = True
-        running.account.record_filled()
-        self._pin(running)
-        return "stop"
 
     def _choose(self, running: Running, logits: torch.Tensor) -> Ended:
         asked, decoding, guide = running.asked, running.decoding, running.decoding.guide
@@ -313,7 +313,7 @@ class Lifecycle:
             if not self._put(running, near, near.scope, length - length % PAGE_TOKENS * whole_only, running.numerics, sequence.exact_until):
                 return False
         count = min(length, sequence.exact_until) if scope.precision == "exact" else length
-        count -= count % PAGE_TOKENS if whole_only else 0
+        count -= count % PAGE_TOKENS * whole_only
         if sequence.state is not None:  # tokens after it can be attached by nobody, and decoded ones have other bits than a prompt's
             count = min(count, sequence.checkpointed)
         return self._put(running, running, scope, count, frozenset(running.provenance.numerics))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import torch
 
-from .kv_spec import KVSpec
+from .kv_spec import KVSpec, finite
 from .page_memory import prepared, zeros
 from .types import PAGE_TOKENS
 
@@ -243,7 +243,7 @@ def stored_states(pages: Seq[Page], base: int, layer: int, start: int, stop: int
     found = []
     for page, slot, count in stored_slots(pages, base, start, stop):
         kept = page.boundaries.get(layer)
-        if kept is None or not bool(torch.isfinite(kept[slot : slot + count]).all()):
+        if kept is None or not finite(kept[slot : slot + count]):
             return None
         found.append(kept[slot : slot + count])
     return torch.cat(found)
