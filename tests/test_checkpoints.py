@@ -118,6 +118,26 @@ def test_a_hit_goes_on_from_the_end_of_a_message(family: str, asking: Callable[.
     assert other.engine.stats()["audits"]["failed"] == 0
 
 
+@pytest.mark.parametrize("seamless", [True, False])
+def test_what_is_pinned_is_not_computed_again(
+    seamless: bool, asking: Callable[..., Asking], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not seamless:
+        request.getfixturevalue("pieces_matter")
+    talk = [SYSTEM, user("What is the tide? " * 9), {"role": "assistant", "content": "High. " * 9}]
+
+    def computed(one: Asking) -> list[int]:
+        pinned = [one.engine.warm(SYSTEM["content"], TOOLS), one.engine.warm(SYSTEM["content"] * 9), one.engine.pin(talk, TOOLS)]
+        return [group.computed_tokens for group in pinned]
+
+    first = asking("qwen3_5_text", tmp_path / "store")
+    assert min(computed(first)) > 64
+    assert max(computed(first)) <= 1
+    first.engine.flush()
+    first.engine.close()
+    assert max(computed(asking("qwen3_5_text", tmp_path / "store"))) <= 1
+
+
 def test_only_a_checkpoint_of_the_same_pieces_serves() -> None:
     page = Page(KVSpec(1, 1, 8, torch.float32))
     page.checkpoints = {64: Checkpoint((), (64,)), 128: Checkpoint((), (32, 128))}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..types import Layout, Message
+from ..types import Layout, Message, Span
 from .request import Rendered
 from .template import SENTINEL
 from .tokenise import common_ids
@@ -43,7 +43,11 @@ def at_multiple(whole: Layout, unit: int) -> tuple[Layout, Layout]:
     """
     end = max((span.stop for span in whole.spans if span.kind != "generation"), default=0)  # continuations are cut at ends of messages
     size = end // unit * unit
-    return cut(whole, size + 1), cut(whole, size)
+    pinned = cut(whole, size)
+    if 0 < size == len(whole.ids):  # any token serves: nothing of it is admitted
+        more = replace(pinned, ids=[*pinned.ids, pinned.ids[-1]], spans=(*pinned.spans, Span("generation", size, size + 1)))
+        return more, pinned
+    return cut(whole, size + 1), pinned
 
 
 def _of(turn: Any, name: str) -> Any:
