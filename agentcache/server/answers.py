@@ -141,7 +141,6 @@ class Json(JSONResponse):
     """JSON in ASCII: what a caller sent may come back, and a lone surrogate has no UTF-8."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return _compact(content).encode()
 
 

@@ -72,15 +72,11 @@ class ServerError(HTTPException):
         found = next((row[1:] for row in _STATUS if isinstance(error, row[0])), (500, "server_error", type(error).__name__))
         status, name, code = found
         made = cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
-        made.body["x_agentcache"] = {"error": type(error).__name__, "args": _args(error)}
+        args: list[int | str] = [str(error)]
+        if isinstance(error, ContextOverflowError):
+            args = [error.prompt_tokens, error.context_tokens, error.max_tokens, error.setting]
+        made.body["x_agentcache"] = {"error": type(error).__name__, "args": args}
         return made
-
-
-def _args(error: AgentCacheError) -> list[int | str]:
-    """Arguments that make this error again."""
-    if isinstance(error, ContextOverflowError):
-        return [error.prompt_tokens, error.context_tokens, error.max_tokens, error.setting]
-    return [str(error)]
 
 
 def refused(param: str, value: object, rule: str) -> ServerError:

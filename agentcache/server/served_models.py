@@ -153,7 +153,6 @@ class ServedModels:
                     await model.unload()
 
     async def close(self) -> None:
-        """Close all."""
         await asyncio.gather(*(model.unload() for model in self.all))
 
 
