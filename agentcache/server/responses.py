@@ -52,36 +52,29 @@ async def respond(body: ResponseBody, request: Request, state: Serving, tenant: 
     ask = asking(body, messages, tools, sampling=sampling, constraint=constraint, template_kwargs=kwargs or None)
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "resp", ask, state.tools.shown(namespace, messages, tools))
-        writer = ResponseWriter(answer, body)
 
-        def keep() -> None:
+        def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                state.responses.put(namespace, answer.id, StoredResponse(writer.response, [_with_id(item) for item in given], before))
+                state.responses.put(namespace, answer.id, StoredResponse(response, [_with_id(item) for item in given], before))
 
+        writer = ResponseWriter(answer, body, keep)
         if body.stream:
-            return EventStream(state, stack.pop_all(), answer, _told(writer, keep), failed=writer.failed, end=DONE)
-        return await whole(state, request, answer, _finished(writer, keep))
+            events = (sse(event, event["type"]) async for event in writer.events())
+            return EventStream(state, stack.pop_all(), answer, events, failed=writer.failed, end=DONE)
+        return await whole(state, request, answer, _finished(writer))
 
 
-async def _finished(writer: ResponseWriter, keep: Callable[[], None]) -> dict[str, Any]:
-    async for _ in _told(writer, keep):
+async def _finished(writer: ResponseWriter) -> dict[str, Any]:
+    async for _ in writer.events():
         pass
     return writer.response
 
 
-async def _told(writer: ResponseWriter, keep: Callable[[], None]) -> AsyncIterator[str]:
-    """The events of a response, which is stored before the last of them is told."""
-    async for event in writer.events():
-        if event["type"] in ("response.completed", "response.incomplete"):
-            keep()
-        yield sse(event, event["type"])
-
-
 class ResponseWriter:
-    """Writes one response as deltas come, and tells the events of it."""
+    """Writes one response as deltas come, and tells the events of it. keep: takes it whole, before the last event is told."""
 
-    def __init__(self, answer: Answer, body: ResponseBody) -> None:
-        self._answer, self._number = answer, 0
+    def __init__(self, answer: Answer, body: ResponseBody, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._answer, self._keep, self._number = answer, keep, 0
         self._logprobs = INCLUDED[0] in (body.include or ())
         self._item: dict[str, Any] | None = None  # the one being written
         self.output: Items = []  # those written so far
@@ -139,7 +132,9 @@ class ResponseWriter:
             "completed_at": None if cut else self._answer.created,
             "usage": usage_of(completion),
         }
-        yield self._event(f"response.{status}", response={**_copy(self.response), **self._answer.told()})
+        last = self._event(f"response.{status}", response={**_copy(self.response), **self._answer.told()})
+        self._keep(self.response)
+        yield last
 
     def failed(self, error: ServerError) -> str:
         """The event that tells of an error in a stream that has begun."""
