@@ -20,13 +20,12 @@ from .answers import EVENTS, Answer, EventStream, opened, sse
 from .chat import failed_event
 from .schemas import Messages, Text
 from .served_models import adapter_of
-from .state import Serving
+from .state import ServerState, Serving
 from .tenants import Tenant
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..stream import Stream
-    from .state import ServerState
 
 router = APIRouter(prefix="/v1/engine", tags=["engine"])
 Objects = list[dict[str, Any]]
