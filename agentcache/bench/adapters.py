@@ -7,7 +7,6 @@ by layers: a token that half of the layers run is half a token.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,15 @@ from ..receipt import Receipt
 from ..store.deletion import Deletion
 from . import catalog
 from .engine_timing import ask, greedy, prompt_of
-from .environment import Samples, watch
+from .environment import Keep, Samples, Say, watch
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ROBIN = "round robin"
 ANSWER = 8  # tokens of each answer of the round robin
-Say = Callable[[str], None]
-Keep = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes of a run."""
-
     tools: int
     tail: int
     rank: int

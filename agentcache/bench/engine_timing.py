@@ -10,7 +10,6 @@ import torch
 
 from ..engine import Engine
 from ..errors import ConfigError
-from ..events import Chunk
 from ..kv import Sequence, last_checkpoint
 from ..receipt import Receipt
 from ..runner import Work
@@ -28,7 +27,7 @@ def greedy(new: int, forced: tuple[int, ...] = ()) -> Sampling:
 
 def stamps_of(stream: Stream) -> list[tuple[float, int]]:
     """(seconds on perf_counter, id) of each token of a stream as it arrives."""
-    return [(time.perf_counter(), token) for chunk in stream if isinstance(chunk, Chunk) for token in chunk.ids]
+    return [(time.perf_counter(), token) for chunk in stream for token in chunk.ids]
 
 
 def ask(engine: Engine, messages: Any, tools: Any, new: int, **options: Any) -> tuple[Timed, Receipt]:

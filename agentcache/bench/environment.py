@@ -6,13 +6,16 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
+
+Say = Callable[[str], None]  # shows progress
+Keep = Callable[[Mapping[str, Any]], None]  # takes one more part of a report
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -33,10 +36,10 @@ class Load:
 @contextmanager
 def watch() -> Iterator[Load]:
     """Measure the load of a block: all processors' busy time less this process's own."""
-    load, began, busy, own = Load(), time.perf_counter(), _busy_s(), _own_s()
+    load, began, busy, own = Load(), time.perf_counter(), _busy_s(), time.process_time()
     yield load
     wall = time.perf_counter() - began
-    others = (_busy_s() - busy) - (_own_s() - own)
+    others = (_busy_s() - busy) - (time.process_time() - own)
     load.wall_ms = wall * 1e3
     load.foreign = min(1.0, max(0.0, others / (wall * (psutil.cpu_count() or 1)))) if wall > 0 else 0.0
     load.average = psutil.getloadavg()[0]
@@ -47,11 +50,6 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
 
 
-def _own_s() -> float:
-    own = psutil.Process().cpu_times()
-    return float(own.user + own.system)
-
-
 @dataclass(slots=True)
 class Samples:
     """Repeated measurements by name: values in the unit the name ends with, and the load beside each."""
@@ -60,11 +58,9 @@ class Samples:
     loads: dict[str, list[Load]] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
-        """One more value."""
         self.values.setdefault(name, []).append(value)
 
     def note(self, method: str, load: Load) -> None:
-        """The load while a method ran once."""
         self.loads.setdefault(method, []).append(load)
 
     def median(self, name: str) -> float | None:
@@ -73,7 +69,6 @@ class Samples:
 
     @property
     def repeats(self) -> dict[str, int]:
-        """The number of values of each median."""
         return {name: len(values) for name, values in self.values.items()}
 
     def report(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..toy import tokenizer
 from ..types import StoreOptions
 from . import catalog, families
 from .engine_timing import greedy
+from .environment import Keep, Say
 
 TOOLS = catalog.tools(3)
 NEW = 12  # tokens of each answer
@@ -43,9 +44,7 @@ class Answer:
     logits: str
 
 
-def run(
-    names: Sequence[str], like: torch.Tensor, say: Callable[[str], None], keep: Callable[[Mapping[str, Any]], None]
-) -> list[dict[str, Any]]:
+def run(names: Sequence[str], like: torch.Tensor, say: Say, keep: Keep) -> list[dict[str, Any]]:
     """Measure these families one after the other. like: of the type and device of their weights. keep: gets all rows so far after each."""
     if unknown := [name for name in names if name not in families.TINY]:
         raise ConfigError(f"only={unknown[0]!r} is no family: use some of {', '.join(sorted(families.TINY))}")
@@ -76,14 +75,10 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| families | path | group | step | second process | equal | bitwise | why |", "|" + " --- |" * 8]
     for (path, equal, bitwise, why), found in sorted(alike.items(), key=lambda each: (each[0][0], -len(each[1]))):
         ranges = [_range([row[key] for row in found]) for key in ("group", "step", "second_process")]
-        cells = [", ".join(row["family"] for row in found), path, *ranges, _shown(equal), _shown(bitwise), why.replace("<", "&lt;")]
+        outcomes = [{None: "-", True: "yes", False: "no"}[one] for one in (equal, bitwise)]
+        cells = [", ".join(row["family"] for row in found), path, *ranges, *outcomes, why.replace("<", "&lt;")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _shown(outcome: bool | None) -> str:
-    """A cell for yes, no or neither."""
-    return "-" if outcome is None else "yes" if outcome else "no"
 
 
 def _range(numbers: list[int]) -> str:
@@ -201,7 +196,6 @@ class _Second:
         )
 
     def close(self) -> None:
-        """End it."""
         if self._process is not None:
             with suppress(BrokenPipeError):
                 self._process.communicate()

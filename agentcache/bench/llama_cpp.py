@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..model.hf import HFModel
 from ..model.int8 import wide
 from .baselines import Timed, timed
+from .environment import Keep
 
 KINDS = ("BF16", "Q8_0")  # of weights; norms and biases are fp32
 FAMILIES = {"qwen2": "QWEN2", "qwen3": "QWEN3"}  # whose rotated channels lie in a GGUF file as they do in transformers
@@ -70,7 +71,7 @@ def write(model: HFModel, kind: str, path: Path) -> None:
 
 
 @contextmanager
-def started(model: HFModel, keep: Callable[[dict[str, Any]], None]) -> Iterator[dict[str, LlamaCpp]]:
+def started(model: HFModel, keep: Keep) -> Iterator[dict[str, LlamaCpp]]:
     """One for each kind of weights, by name, from temporary files; on as many threads as torch has. keep: gets `about`."""
     keep({"llama_cpp": about()})
     with ExitStack() as open:
@@ -143,6 +144,5 @@ class LlamaCpp:
             self._llama.llama_free(self._context)
 
     def close(self) -> None:
-        """Free its memory."""
         self._free()
         self._llama.llama_model_free(self._model)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from ..engine import Engine
 from ..errors import ConfigError, ContextOverflowError
 from ..types import Reuse, Sampling
 from . import quality_cases
+from .environment import Keep, Say
 from .quality_cases import EPISODE_TOOLS, SPLITS, STYLES, Case, Episode, read
 from .quality_score import FIGURES, Ratio, Said, figures, right
 from .report import table
@@ -33,14 +35,10 @@ _END = re.compile(r"^(?:Final )?Answer\s*:\s*(.*)", re.DOTALL | re.MULTILINE)
 Ask = Callable[[Case], Said]
 T = TypeVar("T")
 R = TypeVar("R")
-Keep = Callable[[dict[str, Any]], None]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Parts of a run."""
-
     tools: Sequence[int] = (5, 20, 50)
     splits: Sequence[str] = SPLITS
     count: int = 200  # requests of a split and a number of tools
@@ -91,12 +89,7 @@ def asked(ask: Ask, cases: Sequence[Case], agents: int, what: str, say: Say) -> 
 
 def _episodes(ask: Ask, played: Sequence[Episode], agents: int, say: Say) -> dict[str, Any]:
     style = played[0].style
-
-    def told(done: int) -> None:
-        if done % 5 == 0:
-            say(f"{style}: {done} of {len(played)}")
-
-    steps = all_of(lambda one: solved(ask, one), played, agents, told)
+    steps = all_of(partial(solved, ask), played, agents, lambda done: say(f"{style}: {done} of {len(played)}") if done % 5 == 0 else None)
     kinds: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     catalogs: dict[int, list[bool]] = defaultdict(list)
     for one, done in zip(played, steps):
@@ -114,9 +107,6 @@ def _episodes(ask: Ask, played: Sequence[Episode], agents: int, say: Say) -> dic
         "steps_before_first_error": sum(steps),
         "kinds": {kind: {"solved": count[0], "n": count[1]} for kind, count in sorted(kinds.items())},
     }
-
-
-# Asking
 
 
 def asking(engine: Engine, reuse: Reuse | None = None) -> Ask:
@@ -180,9 +170,6 @@ def solved(ask: Ask, episode: Episode) -> int:
     return len(episode.steps)
 
 
-# Showing
-
-
 def share(row: Mapping[str, Any], name: str) -> str:
     """A figure with its interval; a dash for what nothing counted in."""
     if row[name] is None:
@@ -192,7 +179,6 @@ def share(row: Mapping[str, Any], name: str) -> str:
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """n and the figures of a row."""
     return [str(row["n"]), *(share(row, name) for name in FIGURES)]
 
 

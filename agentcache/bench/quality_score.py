@@ -32,9 +32,6 @@ class Said:
     cached: int = field(default=0, compare=False)  # prompt tokens that were not computed
 
 
-# Values
-
-
 def same(one: Any, other: Any) -> bool:
     """Compare two argument values by meaning: 5 is 5.0, "a " is "a", but "5" is not 5."""
     if isinstance(one, bool) or isinstance(other, bool):
@@ -83,9 +80,6 @@ def pairs(right: Right, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
     return len(hits), len(arguments) - len(hits), len(left)
 
 
-# Counting
-
-
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """Per catalog, how many of how many: a figure is the sum of the ones over the sum of the others."""
@@ -118,7 +112,6 @@ class Tally:
         self._counts: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in names}
 
     def add(self, name: str, catalog: int, part: float, whole: float = 1.0) -> None:
-        """Count one answer."""
         before = self._counts[name].get(catalog, (0.0, 0.0))
         self._counts[name][catalog] = before[0] + part, before[1] + whole
 

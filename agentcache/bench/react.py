@@ -7,7 +7,6 @@ per call (logits need a forward), and as good as nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,9 +16,7 @@ from ..receipt import Receipt
 from ..traces import Answers, Call, Episode
 from ..types import Sampling
 from . import baselines, engine_timing
-from .environment import watch
-
-Say = Callable[[str], None]
+from .environment import Say, watch
 
 
 @dataclass(slots=True)
@@ -36,7 +33,6 @@ class Sums:
     ms: float | None = None
 
     def plus(self, other: Sums) -> None:
-        """Add another's figures."""
         for name, theirs in asdict(other).items():
             if theirs is not None:
                 setattr(self, name, (getattr(self, name) or 0) + theirs)

@@ -95,7 +95,6 @@ def latency_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def react_table(families: Mapping[str, Row]) -> Table:
-    """One line per family of episodes."""
     columns: dict[str, Cell] = {"family": lambda row: str(row["family"])}
     columns |= {name: of(f"{name}_tokens") for name in ("prompt", "computed")} | {"calls": of("calls"), "skipped": of("skipped_calls")}
     columns |= {"stock ms": of("stock_ms"), "off ms": of("off_ms"), "ms": of("ms")}
@@ -185,15 +184,6 @@ def _outcome(key: str) -> Cell:
     return lambda row: {None: "-", True: "yes", False: "NO"}[row[key]]
 
 
-def save(report: Mapping[str, Any], json_file: Path | None) -> None:
-    """The report as one JSON line, into a file if one is named. Called after each part, so that a long run that is ended loses one."""
-    if json_file is not None:
-        try:
-            write(json_file, json.dumps(report, allow_nan=False) + "\n")
-        except ConfigError as error:  # a full disk may be emptied while the next part is measured
-            print(f"agentcache: {error}", file=sys.stderr, flush=True)
-
-
 def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path | None) -> None:
     """The report into a file, if one is named; tables and the same line, the last one, to standard output."""
     line = json.dumps(report, allow_nan=False)
@@ -236,7 +226,11 @@ class Run:
     def keep(self, part: Mapping[str, Any]) -> None:
         """One more part of the report, into the file too: a long run that is ended loses one."""
         self.found.update(part)
-        save(self.found, self.json_file)
+        if self.json_file is not None:
+            try:
+                write(self.json_file, json.dumps(self.found, allow_nan=False) + "\n")
+            except ConfigError as error:  # a full disk may be emptied while the next part is measured
+                print(f"agentcache: {error}", file=sys.stderr, flush=True)
 
 
 @contextmanager

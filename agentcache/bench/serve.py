@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,11 @@ from ..errors import AgentCacheError
 from ..traces import Call, Episode
 from ..types import Sampling
 from . import catalog, servers
-from .environment import percentile
+from .environment import Keep, Say, percentile
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-Say = Callable[[str], None]
-Keep = Callable[[dict[str, Any]], None]
 WARM_UP = Call([{"role": "user", "content": "Say nothing."}], (), "")
 TIMEOUT_S = 900.0
 
@@ -53,8 +52,6 @@ Ask = Callable[[Call], Awaitable[Told]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Measurements to make."""
-
     agents: tuple[int, ...]  # how many agents at once, one measurement each
     max_tokens: int  # of an answer
     transformers_dtype: str | None  # the type that transformers serve loads the weights in
@@ -156,13 +153,10 @@ def run(model: str, episodes: Sequence[Episode], options: Options, say: Say, kee
             rows.append({"way": way, **await load(ask, episodes, agents)})
             keep({"rows": rows})
 
-    def over(way: str, served: servers.Served, name: str, forget: Callable[[], Any]) -> None:
-        async def serve() -> None:
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=served.url, timeout=TIMEOUT_S, trust_env=False, limits=limits) as http:
-                await measure(way, over_http(http, name, options.max_tokens), forget)
-
-        asyncio.run(serve())
+    async def over(way: str, served: servers.Served, name: str, forget: Callable[[], Any]) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=served.url, timeout=TIMEOUT_S, trust_env=False, limits=limits) as http:
+            await measure(way, over_http(http, name, options.max_tokens), forget)
 
     from .. import embedded
     from ..engine import Engine
@@ -171,8 +165,9 @@ def run(model: str, episodes: Sequence[Episode], options: Options, say: Say, kee
         asyncio.run(measure("engine", in_process(engine, options.max_tokens), lambda: engine.store.clear("default")))
         name = engine.name
     with servers.agentcache(f"{name}={model}") as served:
-        over("agentcache serve", served, name, lambda: httpx.post(f"{served.url}/v1/cache/forget", json={"older_than": 0}, trust_env=False))
+        forget = partial(httpx.post, f"{served.url}/v1/cache/forget", json={"older_than": 0}, trust_env=False)
+        asyncio.run(over("agentcache serve", served, name, forget))
     folder = str(embedded.folder()) if model == embedded.NAME else model
     if options.transformers_dtype and find_spec("transformers.cli.serve"):
         with servers.transformers(folder, options.transformers_dtype) as served:
-            over("transformers serve", served, folder, lambda: None)
+            asyncio.run(over("transformers serve", served, folder, lambda: None))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -23,8 +23,6 @@ START_S = 300.0
 
 @dataclass(frozen=True)
 class Served:
-    """A running server."""
-
     url: str  # where it listens
     process: psutil.Process
 
@@ -34,20 +32,15 @@ class Served:
         return {"rss_bytes": self.process.memory_info().rss, "descriptors": self.process.num_fds()}
 
 
-@contextmanager
-def agentcache(model: str, store: str = "", options: Sequence[str] = ()) -> Iterator[Served]:
+def agentcache(model: str, store: str = "") -> AbstractContextManager[Served]:
     """Run `agentcache serve MODEL` until the block ends. store: a folder for its pages; none by default."""
-    command = [sys.executable, "-m", "agentcache", "serve", model, *options]
-    with _running(command, "/ready", {"AGENTCACHE_DIR": store}) as served:
-        yield served
+    return _running([sys.executable, "-m", "agentcache", "serve", model], "/ready", {"AGENTCACHE_DIR": store})
 
 
-@contextmanager
-def transformers(model: str, dtype: str) -> Iterator[Served]:
+def transformers(model: str, dtype: str) -> AbstractContextManager[Served]:
     """Run `transformers serve MODEL` until the block ends."""
     program = "from transformers.cli.transformers import main; main()"
-    with _running([sys.executable, "-c", program, "serve", model, "--dtype", dtype, "--device", "cpu"], "/health", {}) as served:
-        yield served
+    return _running([sys.executable, "-c", program, "serve", model, "--dtype", dtype, "--device", "cpu"], "/health", {})
 
 
 @contextmanager

@@ -24,9 +24,7 @@ from ..store.disk.folder import Folder
 from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
 from . import shapes
-from .environment import Samples, watch
-
-Say = Callable[[str], None]
+from .environment import Samples, Say, watch
 
 
 def spec_of(shape: str, dtype: str) -> KVSpec:
@@ -37,7 +35,6 @@ def spec_of(shape: str, dtype: str) -> KVSpec:
 
 
 def pages_of(spec: KVSpec, tokens: int) -> list[Page]:
-    """Pages of random numbers."""
     pages = []
     for start in range(0, tokens, PAGE_TOKENS):
         page = Page(spec)
@@ -82,7 +79,6 @@ def raw_ms(paths: Sequence[Path], buffer: bytearray) -> float:
 
 
 def ms(run: Callable[[], Any]) -> float:
-    """Milliseconds that a call takes."""
     began = time.perf_counter()
     run()
     return (time.perf_counter() - began) * 1e3
@@ -103,7 +99,6 @@ class Files:
 
     @property
     def bytes(self) -> int:
-        """Sum over the pages' blobs."""
         return sum(row.bytes for row in self.rows)
 
     def close(self) -> None:
@@ -143,7 +138,6 @@ class Files:
         return {"raw": (blobs, lambda: raw_ms(blobs, buffer)), "agentcache": (blobs, self.load), "verify": (blobs, self.verify)}
 
     def writes(self) -> dict[str, Callable[[], Any]]:
-        """Writers by name."""
         return {"agentcache": self.write, "raw": self.write_raw}
 
     def check(self) -> None:

@@ -15,8 +15,6 @@ from .store import JsonOption, PolicyOption, count, named_adapter
 
 
 class Against(str, Enum):
-    """References of a replay."""
-
     off = "off"
     recorded = "recorded"
 

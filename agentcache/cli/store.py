@@ -73,7 +73,7 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None,
     """The group of that name; ConfigError if there is none, or there are several."""
     from ..store.tool_group import SESSION
 
-    found = [group for group in index.groups(namespace, name) if group.fingerprint.startswith(fingerprint or "") and of(group, adapter)]
+    found = [group for group in index.groups(namespace, name) if of(group, adapter, fingerprint)]
     if not found:
         where = f" in namespace {namespace!r}" if namespace is not None else ""
         what = "session" if name.startswith(SESSION) else "tool group"
@@ -88,19 +88,16 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None,
 
 def named(index: Index, name: str, namespace: str | None, fingerprint: str | None, adapter: str | None) -> list[ToolGroup]:
     """All packs of texts that were learnt under that name, else the group of that name; ConfigError as of `one`."""
-    packs = [
-        group
-        for group in index.groups(namespace)
-        if group.documents == name and group.fingerprint.startswith(fingerprint or "") and of(group, adapter)
-    ]
+    packs = [group for group in index.groups(namespace) if group.documents == name and of(group, adapter, fingerprint)]
     if len({(group.namespace, group.fingerprint) for group in packs}) > 1:
         raise ConfigError(f"texts {name!r} of several namespaces or models: give --namespace, --fingerprint or --adapter")
     return packs or [one(index, name, namespace, fingerprint, adapter)]
 
 
-def of(group: ToolGroup, adapter: str | None) -> bool:
-    """Tell whether an adapter whose digest starts so computed the group; any did for None, the base for an empty start."""
-    return adapter is None or (group.adapter.startswith(adapter) if adapter else not group.adapter)
+def of(group: ToolGroup, adapter: str | None, fingerprint: str | None = None) -> bool:
+    """Tell whether an adapter and a model whose digests start so computed the group; any did for None, the base for an empty adapter."""
+    by_adapter = adapter is None or (group.adapter.startswith(adapter) if adapter else not group.adapter)
+    return by_adapter and group.fingerprint.startswith(fingerprint or "")
 
 
 def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
@@ -108,14 +105,9 @@ def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
     from ..store.admin.check import pages_of
 
     rows = [row for row in pages_of(index, group) if row is not None]
+    named = ("name", "namespace", "model", "fingerprint", "adapter", "regime", "prefix_tokens")
     return {
-        "name": group.name,
-        "namespace": group.namespace,
-        "model": group.model,
-        "fingerprint": group.fingerprint,
-        "adapter": group.adapter,
-        "regime": group.regime,
-        "prefix_tokens": group.prefix_tokens,
+        **{name: getattr(group, name) for name in named},
         "tools": list(group.tools),
         "pages": group.pages,
         "pages_stored": len(rows),
@@ -278,14 +270,13 @@ def inspect(
         rows = pages_of(index, group)
     if checkpoints := sum(row.checkpoint_bytes for row in rows if row is not None):
         about["checkpoint_bytes"] = checkpoints
-    about["chain"] = [
+    chain: list[dict[str, Any]] = [
         {"key": key, "stored": row is not None, "tokens": row.tokens if row else None, "bytes": row.bytes if row else None}
         for key, row in zip(group.page_keys, rows, strict=True)
     ]
     if as_json:
-        say_json(about)
+        say_json({**about, "chain": chain})
         return
-    chain = about.pop("chain")
     console = Console()
     about["used_since"] = f"{count(about['used_since'], 'page')} used after it"
     told = {key: value for key, value in about.items() if value not in (None, "") and key != "last_use"}

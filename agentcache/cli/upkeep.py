@@ -174,9 +174,8 @@ def import_(
         done = import_group(folder, index, file, name=name, namespace=namespace, progress=tell)
     group = done.group
     if as_json:
-        told = {"name": group.name, "namespace": group.namespace, "model": group.model, "fingerprint": group.fingerprint}
-        told["adapter"] = group.adapter
-        say_json({**told, "prefix_tokens": group.prefix_tokens, "written": done.written, "known": done.known, "bytes": done.bytes})
+        told = {name: getattr(group, name) for name in ("name", "namespace", "model", "fingerprint", "adapter", "prefix_tokens")}
+        say_json({**told, "written": done.written, "known": done.known, "bytes": done.bytes})
         return
     where = f"{shown(group.name)} in namespace {shown(group.namespace)}, of model {shown(group.model)}"
     typer.echo(f"{where}: {count(done.written, 'page')} written, {size(done.bytes)}; {done.known} were there")

@@ -35,7 +35,6 @@ class Words(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> Words:
-        """Words of one request."""
         found = set(_WORD.findall(" ".join(said.content for said in request.history)))
         common = set(_WORD.findall(" ".join(said.content for said in request.system)))
         naming = {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
@@ -49,14 +48,11 @@ class Words(NamedTuple):
 
 
 def share(words: set[str], known: set[str]) -> float:
-    """The share of the words that is known."""
     return len(words & known) / max(1, len(words))
 
 
 @dataclass
 class Conversation:
-    """An open conversation."""
-
     name: str
     last: Request  # its newest request
     # the log has its beginning, or two requests of it that go on from each other, and so may have the next one too
@@ -79,7 +75,6 @@ class Conversation:
 
     @cached_property
     def words(self) -> Words:
-        """The words of the newest request."""
         return Words.of(self.last)
 
 
@@ -145,7 +140,6 @@ def _asked_once(last: Request, request: Request) -> bool:
 
 
 def _shared(last: Request, request: Request) -> int:
-    """Count the messages that are sent again."""
     return len({alike(said) for said in last.history} & {alike(said) for said in request.history})
 
 

@@ -27,9 +27,6 @@ def who(said: Said) -> str:
     return f"message {said.source} ({said.role})"
 
 
-# System text
-
-
 def _system(was: Request, now: Request, history: Turned | None) -> list[Change]:
     old, new = was.system, now.system
     at = common_ids([said.content for said in old], [said.content for said in new])
@@ -39,12 +36,12 @@ def _system(was: Request, now: Request, history: Turned | None) -> list[Change]:
     if at == len(old) or at == len(new):
         said, verb = (new[at], "put in") if at < len(new) else (old[at], "taken out")
         cause = Cause.SUMMARY if cut or (at and speaks_of_summary(said.content)) else Cause.STATE
-        return [Change(cause, "system", at, at, name, f"a system message was {verb}")]
+        return [Change(cause, "system", name, f"a system message was {verb}")]
     cause, detail = _system_text(old[at].content, new[at].content)
     whole = not similar(old[at].content, new[at].content, 0.6)  # not a system text in which something changed
     if (cut and (at or whole)) or (at and cause is Cause.STATE and speaks_of_summary(new[at].content)):
         cause, detail = Cause.SUMMARY, "the system message before the history was written anew"
-    return [Change(cause, "system", at, at, name, detail)]
+    return [Change(cause, "system", name, detail)]
 
 
 def _system_text(was: str, now: str) -> tuple[Cause, str]:
@@ -61,9 +58,6 @@ def _system_text(was: str, now: str) -> tuple[Cause, str]:
     return Cause.STATE, "its text changed"
 
 
-# Tools
-
-
 def _tools(was: Sequence[Shown], now: Sequence[Shown]) -> list[Change]:
     at = common_ids([tool.text for tool in was], [tool.text for tool in now])
     if at == len(was) == len(now):
@@ -73,14 +67,14 @@ def _tools(was: Sequence[Shown], now: Sequence[Shown]) -> list[Change]:
     added, gone = [name for name in new if name not in old], [name for name in old if name not in new]
     if at < len(old) and at < len(new) and old[at] == new[at]:
         cause, detail = _tool_text(was[at].text, now[at].text)
-        return [Change(cause, "tools", at, at, writer, detail)]
+        return [Change(cause, "tools", writer, detail)]
     said = "; ".join(f"{what} {_few(names)}" for what, names in (("added", added), ("gone", gone)) if names)
     kept_old, kept_new = [name for name in old if name in new], [name for name in new if name in old]
     swapped = kept_old != kept_new
     here_swapped = at < len(old) and at < len(new) and old[at] in new and new[at] in old
     if swapped and (here_swapped or not (added or gone)):
-        return [Change(Cause.ORDER, "tools", at, at, writer, "the tools are in another order" + (f"; {said}" if said else ""))]
-    return [Change(Cause.TOOL_SET, "tools", at, at, writer, said or "a tool is shown more than once")]
+        return [Change(Cause.ORDER, "tools", writer, "the tools are in another order" + (f"; {said}" if said else ""))]
+    return [Change(Cause.TOOL_SET, "tools", writer, said or "a tool is shown more than once")]
 
 
 def _few(names: Sequence[str]) -> str:
@@ -111,15 +105,12 @@ def _unordered(value: object) -> object:
     return value
 
 
-# History and raw text
-
-
 def _history(history: Turned | None, was: Request, now: Request) -> list[Change]:
     if history is None:
         return []
     gone = history.cause is Cause.TRUNCATED or history.detail.endswith("taken out again")
     writer = who(was.history[history.was] if gone else now.history[history.at])
-    return [Change(cause, "history", history.at, history.was, writer, history.detail) for cause in (history.cause, *history.also)]
+    return [Change(cause, "history", writer, history.detail) for cause in (history.cause, *history.also)]
 
 
 def _prompts(was: str, now: str) -> list[Change]:
@@ -129,9 +120,9 @@ def _prompts(was: str, now: str) -> list[Change]:
     old, new = was.split("\n"), now.split("\n")
     at = common_ids(old, new)
     if at == len(old) - 1 and at < len(new) and new[at].startswith(old[at].rstrip()):
-        return [Change(Cause.EDITED, "prompt", 0, 0, f"line {at + 1}", "white space at the end of the previous prompt was not kept")]
+        return [Change(Cause.EDITED, "prompt", f"line {at + 1}", "white space at the end of the previous prompt was not kept")]
     cause, detail = _lines(old[at:], new[at:], at < len(old) / 4)
-    return [Change(cause, "prompt", 0, 0, f"line {at + 1}", detail)]
+    return [Change(cause, "prompt", f"line {at + 1}", detail)]
 
 
 def _lines(old: list[str], new: list[str], front: bool) -> tuple[Cause, str]:

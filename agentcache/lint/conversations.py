@@ -30,8 +30,8 @@ class Conversations:
         self._most, self._held, self._closed = most, held, closed
         self._size = 0
         self._open: OrderedDict[str, Conversation] = OrderedDict()
-        self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
-        self._ids: dict[str, dict[str, None]] = {}  # id: names of the conversations under it, the newest last
+        # names of conversations, the newest last: by the marks of their last request, or by the id that they are under
+        self._where: dict[bytes | str, dict[str, None]] = {}
         self._digests: OrderedDict[int, bytes] = OrderedDict()  # by the hash of a message, so that none is held
         self._made = 0
 
@@ -42,7 +42,7 @@ class Conversations:
         """The conversation, with `request` as its last now, and the request before it, if any."""
         marks: Counter[bytes] = Counter()
         if request.track is not None:
-            here = self._ids.get(request.track, ())
+            here = self._where.get(request.track, ())
             known = whose([self._open[name] for name in reversed(here)], request)
         else:
             marks = self._marks(request)
@@ -56,11 +56,9 @@ class Conversations:
         self._size -= known.size
         known.set(request, marks, _size(request))
         self._size += known.size
-        for mark in marks:
-            self._where.setdefault(mark, {})[known.name] = None
+        for key in marks if request.track is None else (request.track,):
+            self._where.setdefault(key, {})[known.name] = None
         self._open.move_to_end(known.name)
-        if request.track is not None:
-            self._ids.setdefault(request.track, {})[known.name] = None
         while len(self._open) > self._most or (self._size > self._held and len(self._open) > 1):
             gone = self._open.popitem(last=False)[1]
             self._size -= gone.size
@@ -81,16 +79,11 @@ class Conversations:
 
     def _forget(self, track: Conversation) -> None:
         """Drop the keys that find it; placing it sets them again."""
-        if track.last.track is not None and (names_of := self._ids.get(track.last.track)) is not None:
-            names_of.pop(track.name, None)
-            if not names_of:
-                del self._ids[track.last.track]
-        for mark in track.marks:
-            names = self._where.get(mark)
-            if names is not None:
+        for key in track.marks if track.last.track is None else (track.last.track,):
+            if (names := self._where.get(key)) is not None:
                 names.pop(track.name, None)
                 if not names:
-                    del self._where[mark]
+                    del self._where[key]
 
     def _marks(self, request: Request) -> Counter[bytes]:
         """Digests of the messages with their weights; of the lines, where the prompt is raw text."""

@@ -81,7 +81,7 @@ def _explained(was: Request, old: Prompt, new: Prompt, at: Parting, changes: Seq
                 return fault, tuple(dict.fromkeys(change.cause for change in changes))
         chosen = here[0] if here else chosen
     if chosen is None:
-        return Change(Cause.EDITED, "prompt", 0, 0, "prompt", "the text changed"), ()
+        return Change(Cause.EDITED, "prompt", "prompt", "the text changed"), ()
     return chosen, tuple(dict.fromkeys(change.cause for change in changes if change.cause is not chosen.cause))
 
 
@@ -110,25 +110,20 @@ _FIXES = {
     Cause.BOUNDARY: "End prompts where a token ends: without trailing white space, or after a special token ({writer}).",
 }
 _TEMPLATE_FIXES = {Cause.REASONING: "Use a template, or an option of it, that keeps the reasoning of earlier turns: {writer} takes it out."}
-_RESULTS = "Put the results before {writer} in the order of their calls, whichever came first."
-_KEYS = "Write the JSON of {writer} with its keys in one fixed order."
-_TAIL = "Keep text for one request only out of the history, or keep it for good: {writer} stands where it was taken out again."
-_IDS = "Keep the ids of tool calls as they were first sent ({writer}), or number them by position."
 
 
 def _fix(change: Change) -> str:
-    """The sentence for one finding."""
     cause, where, detail = change.cause, change.where, change.detail
     text = _FIXES[cause]
     if change.writer == "template":
         text = _TEMPLATE_FIXES.get(cause, text)
     elif cause is Cause.ORDER and "keys" in detail:
-        text = _KEYS
+        text = "Write the JSON of {writer} with its keys in one fixed order."
     elif cause is Cause.ORDER and where == "history" and "messages" in detail:
-        text = _RESULTS
+        text = "Put the results before {writer} in the order of their calls, whichever came first."
     elif cause is Cause.ID and "tool calls" in detail:
-        text = _IDS
+        text = "Keep the ids of tool calls as they were first sent ({writer}), or number them by position."
     elif cause is Cause.EDITED and "taken out again" in detail:
-        text = _TAIL
+        text = "Keep text for one request only out of the history, or keep it for good: {writer} stands where it was taken out again."
     tools = where == "tools" and cause is Cause.ORDER and "keys" not in detail
     return text.format(writer="the list of tools" if tools else change.writer)

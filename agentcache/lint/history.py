@@ -20,8 +20,6 @@ _SUMMARY = re.compile(
     r"|recap|condensed|compacted|what (has )?happened|progress (notes?|report|so far)|notes? (so far|up to now))\b",
     re.IGNORECASE,
 )
-
-
 MANY = 8  # places of one message that are tried
 
 
@@ -48,8 +46,9 @@ def unthought(text: str) -> str:
 def alike(said: Said) -> tuple[object, ...]:
     """Equal for the same message written differently: without ids, reasoning, clocks and the form of JSON."""
     calls = tuple((call.name, _meant(call.arguments)) for call in said.calls)
-    words = unthought(said.content) if said.role == "assistant" else said.content.strip()
-    return said.role, _settled(masked(words)), calls
+    words = masked(unthought(said.content) if said.role == "assistant" else said.content.strip())
+    value = parsed(words)
+    return said.role, words if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False), calls
 
 
 def _meant(arguments: str) -> str:
@@ -68,11 +67,6 @@ def _meant(arguments: str) -> str:
     return arguments.strip() if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)
 
 
-def _settled(text: str) -> str:
-    value = parsed(text)
-    return text if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
 def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     """The change that keeps `now` from starting with `was`; None if there is none, or if `now` only stops earlier."""
     first = common_ids(was, now)
@@ -88,7 +82,7 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
         return Turned(Cause.ORDER, first, first, f"the same {kept} messages in another order")
     if _calls_dropped(was[first], now[first]):
         return Turned(Cause.REASONING, first, first, "what the model said beside its call, or before its answer, is gone")
-    if front and _summed_up(was[first], now[first]):
+    if front and was[first].role == now[first].role != "tool" and all(speaks_of_summary(one[first].content) for one in (was, now)):
         return Turned(Cause.SUMMARY, first, first, "the summary before the history was written anew")
     gone, come = _moved(old, new)
     if come == 0 and gone:
@@ -111,11 +105,6 @@ def _unwrapped(was: Said, now: Said) -> bool:
     """True if a user's message was first shown inside more text, such as a workflow's state or retrieved passages, and is bare now."""
     bare = now.content.strip()
     return was.role == now.role == "user" and len(bare) < len(was.content.strip()) and bool(bare) and was.content.strip().endswith(bare)
-
-
-def _summed_up(was: Said, now: Said) -> bool:
-    """True if a message was a summary, and is another one now."""
-    return was.role == now.role != "tool" and speaks_of_summary(was.content) and speaks_of_summary(now.content)
 
 
 def _moved(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> tuple[int | None, int | None]:
@@ -237,5 +226,4 @@ def similar(was: str, now: str, share: float = 0.2) -> bool:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in words."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

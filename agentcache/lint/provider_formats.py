@@ -136,21 +136,17 @@ def _request(body: Mapping[str, Any], track: str | None, line: int, number: int,
     return Request(number, line, track, front, shown, history, None, answer, tools_first=first_tools)
 
 
-def _tool_name(tool: Any) -> str:
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
-
-
 def _shown(tool: Any, at: int, note: Note) -> Shown:
-    name = _tool_name(tool) or (str(tool.get("type", "")) if isinstance(tool, Mapping) else "")
+    name = ""
+    if isinstance(tool, Mapping):
+        function = tool.get("function", tool)
+        name = str(function.get("name", "")) if isinstance(function, Mapping) else ""
+        name = name or str(tool.get("type", ""))
     if not name:
         note(f"tools[{at}]=%s has no name", tool)
     if isinstance(tool, Mapping) and "cache_control" in tool:
         tool = {key: value for key, value in tool.items() if key != "cache_control"}
     return Shown(name, json.dumps(tool, ensure_ascii=False, default=repr))
-
-
-# Messages
 
 
 def _said(message: Any, at: int, note: Note) -> list[Said]:

@@ -30,7 +30,6 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The prompt as text."""
         return "".join(self.parts)
 
     @property
@@ -148,10 +147,7 @@ def _inner(one: str, other: str) -> int:
     for size in (200, 60):
         if len(one) < size or len(other) < size:
             continue
-        at = one.find(other[:size])
-        if at > 0:
-            return common_chars(one[at:], other)
-        at = other.find(one[:size])
-        if at > 0:
-            return common_chars(other[at:], one)
+        for text, moved in ((one, other), (other, one)):
+            if (at := text.find(moved[:size])) > 0:
+                return common_chars(text[at:], moved)
     return 0

@@ -24,8 +24,6 @@ APPLICATIONS = 256  # with the first request of the newest conversation, for `ac
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of lint."""
-
     tools_first: bool | None = None  # None: the provider's known order
     tokenizer: Loaded | None = None
     transcripts: bool = False
@@ -79,7 +77,6 @@ class Report:
         return out
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: findings, hazards, problems and totals."""
         return {
             "source": self.source,
             "findings": [asdict(finding, dict_factory=_plain) for finding in self.findings],
@@ -121,7 +118,7 @@ class _Run:
         held = HELD // 8 if options.tokenizer else HELD  # ids and where they end take several times the room of their characters
         self._conversations = Conversations(held=held, closed=lambda name: self._prompts.pop(name, None))
         self._hazards = Hazards(options.redact)
-        self._firsts: dict[tuple[str, ...], tuple[Request, Prompt, str]] = {}
+        self._firsts: dict[tuple[str, ...], tuple[Request, str]] = {}
         self._names: dict[str, str] = {}
 
     def report(self) -> Report:
@@ -171,12 +168,11 @@ class _Run:
         key = tuple(sorted(tool.name for tool in request.tools)) or (request.system[0].content[:200] if request.system else "",)
         known = self._firsts.pop(key, None)
         if known is not None:
-            was, _, other = known
-            bare_was, bare_now = _stable(was), _stable(request)
-            found = diagnose(bare_was, bare_now, written(bare_was), written(bare_now), name, across=True, redact=self._options.redact)
+            was, now = _stable(known[0]), _stable(request)
+            found = diagnose(was, now, written(was), written(now), name, across=True, redact=self._options.redact)
             if found.finding is not None:
-                self._report.findings.append(replace(found.finding, detail=f"{found.finding.detail}; compared with {other!r}"))
-        self._firsts[key] = request, prompt, name
+                self._report.findings.append(replace(found.finding, detail=f"{found.finding.detail}; compared with {known[1]!r}"))
+        self._firsts[key] = request, name
         if len(self._firsts) > APPLICATIONS:
             self._firsts.pop(next(iter(self._firsts)))
 

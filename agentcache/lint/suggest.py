@@ -47,7 +47,6 @@ def entries(report: Report) -> list[Entry]:
 
 
 def toml(report: Report) -> str:
-    """The file."""
     out = [HEAD]
     for entry in entries(report):
         shown = re.sub(r"[^\x20-\x7e]", "?", entry.example)[:100]

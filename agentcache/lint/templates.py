@@ -162,12 +162,10 @@ class _Asking:
         return "it can tell the time, but did not here"
 
     def tool_keys(self) -> bool | None:
-        """True if the order of a schema's keys shows."""
         turned = {"function": dict(reversed(list(TOOL["function"].items()))), "type": "function"}
         return _differ(self._text([_USER]), self._text([_USER], (turned,)))
 
     def argument_keys(self) -> bool | None:
-        """True if the order of a call's arguments shows."""
         one, two = {"zarg": "zval", "zbrg": 1}, {"zbrg": 1, "zarg": "zval"}
         return _differ(*(self._text([_USER, *_step(arguments)]) for arguments in (one, two)))
 
@@ -178,7 +176,6 @@ class _Asking:
         return Probe("arguments as a string", answer, None, "" if answer == "same" else "send arguments as objects")
 
     def beside(self) -> bool | None:
-        """True if text next to a call is shown."""
         call, result = tool_step(1, 0)
         shown = self._text([_USER, {**call, "content": "Zbesideqi"}, result])
         return None if shown is None else "Zbesideqi" in shown
@@ -198,7 +195,6 @@ def _differ(one: str | None, two: str | None) -> bool | None:
 
 
 def _step(arguments: Mapping[str, Any] | str) -> list[Plain]:
-    """A call with these arguments, and its result."""
     call, result = tool_step(1, 0)
     call["tool_calls"][0]["function"]["arguments"] = arguments
     return [call, result]

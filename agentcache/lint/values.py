@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
-
-Json = Mapping[str, Any]
+from typing import Protocol
 
 
 class Note(Protocol):
@@ -75,8 +72,6 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request."""
-
     number: int  # from 1 in its source
     line: int
     track: str | None  # its conversation, if the source names it
@@ -103,8 +98,6 @@ class Change:
 
     cause: Cause
     where: str  # "system", "tools" or "history"
-    at: int  # index of the part there, in the later request
-    was: int  # the same in the earlier one
     writer: str
     detail: str
 

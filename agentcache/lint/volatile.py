@@ -198,7 +198,6 @@ _ENDS = re.compile(r"[.!?]\s+|\n+")
 
 
 def _general(value: Value) -> str:
-    """A pattern for values like this one."""
     if value.kind == "id":
         tag = re.match(r"(?![0-9a-fA-F]+-)[A-Za-z]+[_-]", value.text)
         return re.escape(tag[0]) + r"[0-9A-Za-z]+" if tag else r"[0-9A-Za-z-]+"

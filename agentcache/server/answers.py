@@ -141,7 +141,6 @@ class Json(JSONResponse):
     """JSON in ASCII: what a caller sent may come back, and a lone surrogate has no UTF-8."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return _compact(content).encode()
 
 
@@ -215,7 +214,6 @@ async def _cancel_after(wait: Callable[[], Awaitable[Any]], scope: CancelScope) 
 
 
 def sse(data: Any, event: str | None = None) -> str:
-    """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data if isinstance(data, str) else _compact(data)}\n\n"
 

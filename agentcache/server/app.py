@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from . import cache_api, chat, engine_api, page, responses
 from .errors import Problem, ServerError
 from .state import ServerState
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1")  # names that a request may be sent to where no key is asked for
 ERRORS = {
     400: "The body is no JSON, or a parameter cannot be honoured",
     401: "No API key, or an unknown one",
@@ -35,8 +35,8 @@ ERRORS = {
 OPEN = ("/health", "/ready", "/openapi.json", *page.FILES)  # without a key
 
 
-def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
-    """The application over these models and tenants. hosts: names that a request may be sent to where no key is asked for."""
+def create_app(state: ServerState) -> FastAPI:
+    """The application over these models and tenants."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,7 +58,7 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(AgentCacheError, _failed)
     app.add_exception_handler(Exception, _broken)
-    app.add_middleware(Gate, state=state, hosts=tuple(hosts))
+    app.add_middleware(Gate, state=state)
     return app
 
 
@@ -75,8 +75,8 @@ def _described(app: FastAPI, describe: Callable[[], dict[str, Any]]) -> dict[str
 class Gate:
     """Checks that every request passes first: its host, its key, and the size of its body."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, hosts: tuple[str, ...]) -> None:
-        self._app, self._state, self._hosts = app, state, hosts
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,7 +102,7 @@ class Gate:
     def _check_host(self, host: str) -> None:
         """A page of another site must not reach a server that asks for no key, by a name that was made to lead here."""
         name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
-        if not self._state.tenants.asks_for_keys and name.strip("[]").lower() not in self._hosts:
+        if not self._state.tenants.asks_for_keys and name.strip("[]").lower() not in LOCAL:
             raise ServerError(403, f"host {host!r} is not one of this machine: give --keys to serve other hosts", code="forbidden_host")
 
     def _check_size(self, size: int) -> None:

@@ -22,12 +22,12 @@ from .errors import ServerError
 from .registered_tools import Registered
 from .schemas import Body, ChatBody, Messages
 from .served_models import adapter_of
+from .state import Caller, ServerState, Serving
 from .tenants import Tenant
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..store.tool_group import ToolGroup
-    from .state import ServerState
 
 router = APIRouter()
 PROGRESS_S = 1.0  # between two events while nothing changes
@@ -74,46 +74,35 @@ class ForgetBody(Body):
     older_than: float | None = None
 
 
-def _state(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
-
-
-def _tenant(request: Request) -> Tenant:
-    tenant: Tenant = request.state.tenant
-    return tenant
-
-
 # -- is it there ---------------------------------------------------------------------------------------------------
 
 
 @router.get("/health", tags=["server"])
-async def health(request: Request) -> Response:
+async def health(state: Serving) -> Response:
     """Tell that the server lives, and what its models do."""
-    models = [model.about() for model in _state(request).models.all]
-    state = "failed" if models[0]["state"] == "failed" else "loading" if models[0]["state"] == "loading" else "ok"
-    return JSONResponse({"status": state, "version": __version__, "models": models})
+    models = [model.about() for model in state.models.all]
+    first = models[0]["state"]
+    return JSONResponse({"status": first if first in ("failed", "loading") else "ok", "version": __version__, "models": models})
 
 
 @router.get("/ready", tags=["server"])
-async def ready(request: Request) -> Response:
+async def ready(state: Serving) -> Response:
     """200 once the first model can answer, else 503."""
-    model = _state(request).models.first
+    model = state.models.first
     is_ready = model.state in ("ready", "unloaded") and model.began > 0
     return JSONResponse({"ready": is_ready, **model.about()}, 200 if is_ready else 503, None if is_ready else {"Retry-After": "1"})
 
 
 @router.get("/v1/models", tags=["openai"])
-async def models(request: Request) -> Response:
+async def models(state: Serving) -> Response:
     """The models that can be named."""
-    listed = [_model(name) for name in _state(request).models.names]
-    return JSONResponse({"object": "list", "data": listed})
+    return JSONResponse({"object": "list", "data": [_model(name) for name in state.models.names]})
 
 
 @router.get("/v1/models/{name:path}", tags=["openai"])
-async def model(name: str, request: Request) -> Response:
+async def model(name: str, state: Serving) -> Response:
     """One of them."""
-    _state(request).models.get(name)
+    state.models.get(name)
     return JSONResponse(_model(name))
 
 
@@ -125,29 +114,27 @@ def _model(name: str) -> dict[str, Any]:
 
 
 @router.post("/tools", tags=["cache"])
-async def register(body: ToolsBody, request: Request) -> Response:
+async def register(body: ToolsBody, state: Serving, tenant: Caller) -> Response:
     """Compute a tool group once, pin it, and remember it by name."""
-    models, namespace = _state(request).models, _tenant(request).namespace
-    model = body.model if body.model is not None and models.get(body.model) else models.first.name
-    return await _registered(Registered(body.name, namespace, model, body.system, body.tools, body.ttl_s, body.pinned), request)
+    model = body.model if body.model is not None and state.models.get(body.model) else state.models.first.name
+    group = Registered(body.name, tenant.namespace, model, body.system, body.tools, body.ttl_s, body.pinned)
+    return await _registered(group, state, tenant)
 
 
 @router.patch("/tools/{name:path}", tags=["cache"])
-async def pin(name: str, body: PinBody, request: Request) -> Response:
+async def pin(name: str, body: PinBody, state: Serving, tenant: Caller) -> Response:
     """Pin a tool group, and compute what is gone of it; or release its pin."""
-    state, namespace = _state(request), _tenant(request).namespace
-    known = state.group(namespace, name)
+    known = state.group(tenant.namespace, name)
     if known.registered:
-        return await _registered(replace(known, pinned=body.pinned), request)
+        return await _registered(replace(known, pinned=body.pinned), state, tenant)
     async with state.models.use(known.model) as engine:  # a client pinned it: what it is computed from is not known here
         if not body.pinned:
-            engine.release(name, namespace=namespace)
+            engine.release(name, namespace=tenant.namespace)
         state.records.wake()
         return JSONResponse(_about(known, None, body.pinned))
 
 
-async def _registered(group: Registered, request: Request) -> Response:
-    state, tenant = _state(request), _tenant(request)
+async def _registered(group: Registered, state: ServerState, tenant: Tenant) -> Response:
     with state.admit(tenant):
         async with state.models.use(group.model) as engine:
             made = await _warmed(engine, group, tenant)
@@ -174,32 +161,25 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
 
 def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, Any]:
     """A tool group as it is listed. made: its pages, in memory or on disk. held: in memory now."""
-    names = [str(tool.get("function", tool).get("name", "")) for tool in group.tools]
     told = {
         "name": group.name,
         "namespace": group.namespace,
         "model": group.model,
-        "tools": names,
+        "tools": [str(tool.get("function", tool).get("name", "")) for tool in group.tools],
         "ttl_s": group.ttl_s,
         "pinned": held and group.pinned,
-    }
-    told |= {
         "status": "pinned" if not group.registered else "warm" if held else "registered",
         "tier": "memory" if held else "disk" if made else None,
     }
     if made is None:
         return {**told, "digest": None, "prefix_tokens": None, "pages": None, "bytes": None, "created": None}
-    size = made.kv_bytes + made.checkpoint_bytes
-    return {
-        **told, "digest": made.page_keys[-1], "prefix_tokens": made.prefix_tokens, "pages": made.pages, "bytes": size,
-        "created": made.created,
-    }  # fmt: skip
+    sizes = {"prefix_tokens": made.prefix_tokens, "pages": made.pages, "bytes": made.kv_bytes + made.checkpoint_bytes}
+    return {**told, "digest": made.page_keys[-1], **sizes, "created": made.created}
 
 
 @router.get("/tools", tags=["cache"])
-async def groups(request: Request) -> Response:
+async def groups(state: Serving, tenant: Caller) -> Response:
     """The tool groups of the caller."""
-    state, tenant = _state(request), _tenant(request)
     return JSONResponse({"groups": _groups(state, tenant.namespace)})
 
 
@@ -234,37 +214,32 @@ def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
 
 
 @router.delete("/tools/{name:path}", tags=["cache"])
-async def delete(name: str, request: Request) -> Response:
+async def delete(name: str, state: Serving, tenant: Caller) -> Response:
     """Delete a tool group, in memory and on disk."""
-    state, tenant = _state(request), _tenant(request)
     return JSONResponse({"deleted": name, **await _forget(state, tenant.namespace, state.group(tenant.namespace, name))})
 
 
 @router.post("/query", tags=["cache"], responses=EVENTS)
-async def query(body: QueryBody, request: Request) -> Response:
+async def query(body: QueryBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Ask a registered group a question."""
-    state = _state(request)
-    tenant = _tenant(request)
     group = state.tools.find(tenant.namespace, body.group)
     async with state.models.use(group.model) as engine:
         if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
             await _warmed(engine, group, tenant)  # its time was over
-    system = [{"role": "system", "content": group.system}] if group.system else []
-    said = body.model_dump(exclude={"group", "question"}, exclude_none=True)
-    asked = ChatBody(
-        messages=[*system, {"role": "user", "content": body.question}], tools=group.tools or None, **{**said, "model": group.model}
-    )
+    messages = [{"role": "system", "content": group.system}] if group.system else []
+    messages.append({"role": "user", "content": body.question})
+    said = body.model_dump(exclude={"group", "question"}, exclude_none=True) | {"model": group.model}
+    asked = ChatBody(messages=messages, tools=group.tools or None, **said)
     request.state.group = group.name
-    return await chat(asked, request)
+    return await chat(asked, request, state, tenant)
 
 
 # -- looking, and forgetting ---------------------------------------------------------------------------------------
 
 
 @router.post("/v1/cache/probe", tags=["cache"])
-async def probe(body: ProbeBody, request: Request) -> Response:
+async def probe(body: ProbeBody, state: Serving, tenant: Caller) -> Response:
     """Tell how many tokens of a prompt would be found, in which tier, and why no more."""
-    state, tenant = _state(request), _tenant(request)
     async with state.models.use(body.model) as engine:
         messages = [with_role(message) for message in body.messages]
         volatile = tuple(body.volatile or ())
@@ -277,9 +252,8 @@ async def probe(body: ProbeBody, request: Request) -> Response:
 
 
 @router.post("/v1/cache/forget", tags=["cache"])
-async def forget(body: ForgetBody, request: Request) -> Response:
+async def forget(body: ForgetBody, state: Serving, tenant: Caller) -> Response:
     """Delete what the caller's namespace has cached, in memory and on disk."""
-    state, tenant = _state(request), _tenant(request)
     group = None if body.group is None else state.tools.find(tenant.namespace, body.group)
     return JSONResponse(await _forget(state, tenant.namespace, group, body.older_than, body.model))
 
@@ -300,9 +274,9 @@ async def _forget(
 
 
 @router.get("/status", tags=["cache"])
-async def status(request: Request, last: Annotated[int, Query(ge=0, le=200)] = 20) -> Response:
+async def status(state: Serving, tenant: Caller, last: Annotated[int, Query(ge=0, le=200)] = 20) -> Response:
     """Models, tool groups, tiers and the last requests of the caller; of all callers for an admin."""
-    return JSONResponse(_status(_state(request), _tenant(request), last))
+    return JSONResponse(_status(state, tenant, last))
 
 
 def _status(state: ServerState, tenant: Tenant, last: int) -> dict[str, Any]:
@@ -344,19 +318,17 @@ def _tiers(engine: Engine | None) -> dict[str, Any]:
 
 
 @router.get("/v1/receipts/{identity}", tags=["cache"])
-async def receipt(identity: str, request: Request) -> Response:
+async def receipt(identity: str, state: Serving, tenant: Caller) -> Response:
     """The receipt of one of the last requests."""
-    tenant = _tenant(request)
-    found = _state(request).records.find(identity, None if tenant.admin else tenant.namespace)
+    found = state.records.find(identity, None if tenant.admin else tenant.namespace)
     if found is None:
         raise ServerError(404, f"there is no receipt {identity!r} among the last requests", code="receipt_not_found")
     return JSONResponse(found.as_dict())
 
 
 @router.get("/events", tags=["cache"], responses=EVENTS)
-async def events(request: Request) -> Response:
+async def events(state: Serving, tenant: Caller) -> Response:
     """The status again and again, as server-sent events: whenever a request begins or ends, and while a model loads."""
-    state, tenant = _state(request), _tenant(request)
 
     async def told() -> AsyncIterator[str]:
         while not state.closing.is_set():
@@ -372,8 +344,8 @@ async def events(request: Request) -> Response:
 
 
 @router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+async def metrics(state: Serving, tenant: Caller) -> Response:
     """Counters for Prometheus."""
-    if not _tenant(request).admin:
+    if not tenant.admin:
         raise ServerError(403, "this key may not read the metrics", kind="permission_error", code="forbidden")
-    return Response(generate_latest(_state(request).metrics), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(state.metrics), media_type=CONTENT_TYPE_LATEST)

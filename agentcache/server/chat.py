@@ -17,23 +17,22 @@ from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError, refused
 from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 from .served_models import adapter_of
+from .state import Caller, Serving
 from .token_bytes import shown, token_bytes
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
     from ..engine import Engine
     from ..stream import Completion, Stream
-    from .state import ServerState
 
 router = APIRouter(prefix="/v1")
 DONE = "data: [DONE]\n\n"
 
 
 @router.post("/chat/completions", tags=["openai"], responses=EVENTS)
-async def chat(body: ChatBody, request: Request) -> Response:
+async def chat(body: ChatBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Answer a conversation, with tools, a schema, or in words."""
     body.check_neutral()
-    state: ServerState = request.app.state.server
     tools = body.tools or []
     constraint = constraint_of(tools, body.tool_choice, body.parallel_tool_calls, schema_of(body.response_format, "response_format"))
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -45,7 +44,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     ask = asking(body, said, tools, sampling=sampling, constraint=constraint, template_kwargs=kwargs or None)
     async with AsyncExitStack() as stack:
         asked = getattr(request.state, "group", None)  # by POST /query
-        group = asked or state.tools.shown(request.state.tenant.namespace, body.messages, tools)
+        group = asked or state.tools.shown(tenant.namespace, body.messages, tools)
         answer = await opened(state, request, stack, body.model, "chatcmpl", ask, group)
         if not body.stream:
             return await whole(state, request, answer, _chat_whole(answer))
@@ -165,12 +164,11 @@ def logprob_of(engine: Engine, one: Logprob) -> dict[str, Any]:
 
 
 @router.post("/completions", tags=["openai"], responses=EVENTS)
-async def complete(body: CompletionBody, request: Request) -> Response:
+async def complete(body: CompletionBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Continue a text, or each of several: the answers are computed together."""
     body.check_neutral()
-    state: ServerState = request.app.state.server
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if len(prompts) > (most := state.tenants.most(request.state.tenant)):
+    if len(prompts) > (most := state.tenants.most(tenant)):
         raise refused("prompt", f"{len(prompts)} texts", f"at most {most} are computed at once: send fewer")
 
     sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)

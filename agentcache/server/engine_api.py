@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -20,14 +20,13 @@ from .answers import EVENTS, Answer, EventStream, opened, sse
 from .chat import failed_event
 from .schemas import Messages, Text
 from .served_models import adapter_of
+from .state import ServerState, Serving
 from .tenants import Tenant
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..stream import Stream
-    from .state import ServerState
 
-T = TypeVar("T")
 router = APIRouter(prefix="/v1/engine", tags=["engine"])
 Objects = list[dict[str, Any]]
 
@@ -39,20 +38,25 @@ class EngineBody(BaseModel):
     model: str | None = None
 
 
-class PromptBody(EngineBody):
+class CallBody(EngineBody):
+    """Arguments of one of the engine's calls. A model's name may be that of an adapter."""
+
+    adapter: str | None = None
+
+    def options(self, engine: Engine) -> dict[str, Any]:
+        """The arguments by name."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name != "model"}
+        return {**given, "adapter": self.adapter or adapter_of(engine, self.model)}
+
+
+class PromptBody(CallBody):
     """Parts of a prompt, as `Engine.stream` takes them."""
 
     messages: Text | Messages
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
     group: str | None = None
-    adapter: str | None = None
     template_kwargs: dict[str, Any] | None = None
-
-    def options(self, engine: Engine) -> dict[str, Any]:
-        """Options of the engine's call: the fields beside messages and tools. A model's name may be that of an adapter."""
-        given = {name: getattr(self, name) for name in type(self).model_fields if name not in ("model", "messages", "tools")}
-        return {**given, "adapter": self.adapter or adapter_of(engine, self.model)}
 
 
 class StreamBody(PromptBody):
@@ -105,18 +109,17 @@ class ForgetBody(EngineBody):
     older_than: float | None = None
 
 
-class ArrangeBody(EngineBody):
+class ArrangeBody(CallBody):
     """POST /v1/engine/arrange, as `Engine.arrange` takes it."""
 
     passages: list[Text]
     messages: Messages
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
-    adapter: str | None = None
     template_kwargs: dict[str, Any] | None = None
 
 
-class LearnBody(EngineBody):
+class LearnBody(CallBody):
     """POST /v1/engine/learn, as `Engine.learn` takes it."""
 
     texts: dict[str, Text] | list[Text]
@@ -125,13 +128,7 @@ class LearnBody(EngineBody):
     name: Annotated[str, Field(min_length=1, max_length=128)] = "documents"
     messages: Messages = Field(default_factory=list)
     separator: Text = "\n\n"
-    adapter: str | None = None
     pack_tokens: Annotated[int, Field(ge=1)] = PACK_TOKENS
-
-
-def _given(body: ArrangeBody | LearnBody, engine: Engine) -> dict[str, Any]:
-    """Options of the engine's call. A model's name may be that of an adapter."""
-    return {**body.model_dump(exclude={"model"}), "adapter": body.adapter or adapter_of(engine, body.model)}
 
 
 class UnlearnBody(EngineBody):
@@ -142,12 +139,11 @@ class UnlearnBody(EngineBody):
 
 
 @router.post("/stream", responses=EVENTS)
-async def stream(body: StreamBody, request: Request) -> Response:
+async def stream(body: StreamBody, request: Request, state: Serving) -> Response:
     """Answer a prompt in events: chunks with their deltas, then the completion."""
-    state: ServerState = request.app.state.server
 
     def ask(engine: Engine, namespace: str) -> Stream:
-        return engine.stream(body.messages, body.tools, namespace=namespace, **body.options(engine))
+        return engine.stream(**body.options(engine), namespace=namespace)
 
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "engine", ask)
@@ -164,13 +160,13 @@ async def _events(answer: Answer) -> AsyncIterator[str]:
     yield sse({**asdict(completion), "receipt": completion.receipt.as_dict(), "deltas": last}, "completion")
 
 
-async def _run(request: Request, model: str | None, work: Callable[[Engine, Tenant], T]) -> T:
+async def _run(request: Request, model: str | None, work: Callable[[Engine, Tenant], Any]) -> Response:
     """The result of `work` with an engine, on a thread."""
     state: ServerState = request.app.state.server
     tenant: Tenant = request.state.tenant
     with state.admit(tenant):
         async with state.models.use(model) as engine:
-            return await anyio.to_thread.run_sync(work, engine, tenant)
+            return JSONResponse(await anyio.to_thread.run_sync(work, engine, tenant))
 
 
 @router.get("")
@@ -181,7 +177,7 @@ async def facts(request: Request, model: str | None = None) -> Response:
         said = {"name": engine.name, "context_tokens": engine.model.context_tokens, "namespace": tenant.namespace}
         return {**asdict(ModelFacts.of_engine(engine)), **said, "eos_token_id": engine.tokenizer.eos_token_id}
 
-    return JSONResponse(await _run(request, model, told))
+    return await _run(request, model, told)
 
 
 @router.post("/render")
@@ -194,20 +190,19 @@ async def render(body: RenderBody, request: Request) -> Response:
         layout = engine.renderer.render(body.messages, body.tools, namespace=tenant.namespace, template_kwargs=body.template_kwargs)
         return {"ids": list(layout.ids), "text": layout.text}
 
-    return JSONResponse(await _run(request, body.model, work))
+    return await _run(request, body.model, work)
 
 
 @router.post("/decode")
 async def decode(body: DecodeBody, request: Request) -> Response:
     """The text of token ids."""
-    ids = body.ids
-    return JSONResponse({"text": await _run(request, body.model, lambda engine, _: _decoded(engine, ids))})
 
+    def work(engine: Engine, tenant: Tenant) -> dict[str, str]:
+        if body.ids and max(body.ids) >= engine.model.vocab:
+            raise ConfigError(f"ids={max(body.ids)!r}: the vocabulary has {engine.model.vocab} tokens")
+        return {"text": str(engine.tokenizer.decode(body.ids))}
 
-def _decoded(engine: Engine, ids: list[int]) -> str:
-    if ids and max(ids) >= engine.model.vocab:
-        raise ConfigError(f"ids={max(ids)!r}: the vocabulary has {engine.model.vocab} tokens")
-    return str(engine.tokenizer.decode(ids))
+    return await _run(request, body.model, work)
 
 
 @router.post("/pin")
@@ -215,29 +210,27 @@ async def pin(body: PinBody, request: Request) -> Response:
     """Pin the start of a conversation."""
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        made = engine.pin(body.messages, body.tools, namespace=tenant.namespace, **body.options(engine))
+        made = engine.pin(**body.options(engine), namespace=tenant.namespace)
         tenant.rule.check_pins(made, engine.groups, engine.release)
         return asdict(made)
 
-    return JSONResponse(await _run(request, body.model, work))
+    return await _run(request, body.model, work)
 
 
 @router.post("/release")
 async def release(body: ReleaseBody, request: Request) -> Response:
     """Unpin a tool group of the caller."""
-    return JSONResponse(
-        {"released": await _run(request, body.model, lambda engine, tenant: engine.release(body.name, namespace=tenant.namespace))}
-    )
+    return await _run(request, body.model, lambda engine, tenant: {"released": engine.release(body.name, namespace=tenant.namespace)})
 
 
 @router.get("/groups")
 async def groups(request: Request, model: str | None = None) -> Response:
     """The tool groups of the caller that are pinned now."""
 
-    def work(engine: Engine, tenant: Tenant) -> list[dict[str, Any]]:
-        return [asdict(group) for group in engine.groups if group.namespace == tenant.namespace]
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        return {"groups": [asdict(group) for group in engine.groups if group.namespace == tenant.namespace]}
 
-    return JSONResponse({"groups": await _run(request, model, work)})
+    return await _run(request, model, work)
 
 
 @router.post("/arrange")
@@ -245,9 +238,9 @@ async def arrange(body: ArrangeBody, request: Request) -> Response:
     """The order of passages in which most of them are cached for the caller."""
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return asdict(engine.arrange(**_given(body, engine), namespace=tenant.namespace))
+        return asdict(engine.arrange(**body.options(engine), namespace=tenant.namespace))
 
-    return JSONResponse(await _run(request, body.model, work))
+    return await _run(request, body.model, work)
 
 
 @router.post("/learn")
@@ -256,7 +249,7 @@ async def learn(body: LearnBody, request: Request) -> Response:
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
         before = {group.name for group in engine.groups if group.namespace == tenant.namespace}
-        learnt = engine.learn(**_given(body, engine), namespace=tenant.namespace)
+        learnt = engine.learn(**body.options(engine), namespace=tenant.namespace)
         made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
         try:
             for group in made:
@@ -267,33 +260,33 @@ async def learn(body: LearnBody, request: Request) -> Response:
             raise
         return asdict(learnt)
 
-    return JSONResponse(await _run(request, body.model, work))
+    return await _run(request, body.model, work)
 
 
 @router.get("/documents")
 async def documents(request: Request, model: str | None = None, name: str | None = None) -> Response:
     """The texts that are learnt for the caller."""
 
-    def work(engine: Engine, tenant: Tenant) -> list[dict[str, Any]]:
-        return [asdict(document) for document in engine.documents(name, namespace=tenant.namespace)]
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        return {"documents": [asdict(document) for document in engine.documents(name, namespace=tenant.namespace)]}
 
-    return JSONResponse({"documents": await _run(request, model, work)})
+    return await _run(request, model, work)
 
 
 @router.post("/unlearn")
 async def unlearn(body: UnlearnBody, request: Request) -> Response:
     """Release texts of the caller by name."""
 
-    def work(engine: Engine, tenant: Tenant) -> int:
-        return engine.unlearn(body.sources, name=body.name, namespace=tenant.namespace)
+    def work(engine: Engine, tenant: Tenant) -> dict[str, int]:
+        return {"released": engine.unlearn(body.sources, name=body.name, namespace=tenant.namespace)}
 
-    return JSONResponse({"released": await _run(request, body.model, work)})
+    return await _run(request, body.model, work)
 
 
 @router.get("/stats")
 async def stats(request: Request, model: str | None = None) -> Response:
     """Counts of the caller's requests; those of all callers, the device and the store for an admin."""
-    return JSONResponse(await _run(request, model, lambda engine, tenant: engine.stats(None if tenant.admin else tenant.namespace)))
+    return await _run(request, model, lambda engine, tenant: engine.stats(None if tenant.admin else tenant.namespace))
 
 
 @router.post("/forget")
@@ -303,4 +296,4 @@ async def forget(body: ForgetBody, request: Request) -> Response:
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
         return asdict(engine.forget(namespace=tenant.namespace, **body.model_dump(exclude={"model"})))
 
-    return JSONResponse(await _run(request, body.model, work))
+    return await _run(request, body.model, work)

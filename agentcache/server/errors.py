@@ -8,30 +8,20 @@ from typing import Any
 from fastapi import HTTPException
 from pydantic import BaseModel
 
-from ..errors import (
-    AgentCacheError,
-    ConfigError,
-    ContextOverflowError,
-    EngineClosedError,
-    OutOfMemoryError,
-    PolicyError,
-    PromptError,
-    StoreBusyError,
-    StoreFullError,
-    WeightsChangedError,
-)
+from .. import errors
+from ..errors import AgentCacheError, ContextOverflowError
 
 INVALID = "invalid_request_error"
 _STATUS: tuple[tuple[type[AgentCacheError], int, str, str | None], ...] = (
     (ContextOverflowError, 400, INVALID, "context_length_exceeded"),
-    (PromptError, 400, INVALID, None),
-    (ConfigError, 400, INVALID, None),
-    (PolicyError, 403, INVALID, "quota"),
-    (OutOfMemoryError, 503, "server_error", "out_of_memory"),
-    (EngineClosedError, 503, "server_error", "model_unloaded"),
-    (WeightsChangedError, 503, "server_error", "weights_changed"),
-    (StoreBusyError, 503, "server_error", "store_busy"),
-    (StoreFullError, 507, "server_error", "store_full"),
+    (errors.PromptError, 400, INVALID, None),
+    (errors.ConfigError, 400, INVALID, None),
+    (errors.PolicyError, 403, INVALID, "quota"),
+    (errors.OutOfMemoryError, 503, "server_error", "out_of_memory"),
+    (errors.EngineClosedError, 503, "server_error", "model_unloaded"),
+    (errors.WeightsChangedError, 503, "server_error", "weights_changed"),
+    (errors.StoreBusyError, 503, "server_error", "store_busy"),
+    (errors.StoreFullError, 507, "server_error", "store_full"),
 )
 
 
@@ -72,15 +62,11 @@ class ServerError(HTTPException):
         found = next((row[1:] for row in _STATUS if isinstance(error, row[0])), (500, "server_error", type(error).__name__))
         status, name, code = found
         made = cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
-        made.body["x_agentcache"] = {"error": type(error).__name__, "args": _args(error)}
+        args: list[int | str] = [str(error)]
+        if isinstance(error, ContextOverflowError):
+            args = [error.prompt_tokens, error.context_tokens, error.max_tokens, error.setting]
+        made.body["x_agentcache"] = {"error": type(error).__name__, "args": args}
         return made
-
-
-def _args(error: AgentCacheError) -> list[int | str]:
-    """Arguments that make this error again."""
-    if isinstance(error, ContextOverflowError):
-        return [error.prompt_tokens, error.context_tokens, error.max_tokens, error.setting]
-    return [str(error)]
 
 
 def refused(param: str, value: object, rule: str) -> ServerError:

@@ -19,7 +19,6 @@ class EndingServer(uvicorn.Server):
         self._closing = closing
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal, on the loop's thread."""
         self._closing.set()
         super().handle_exit(sig, frame)
 
@@ -27,8 +26,6 @@ class EndingServer(uvicorn.Server):
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens there. ConfigError: it cannot."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host={host!r} --port={port!r}: cannot listen there: {error}") from error
-    return listener

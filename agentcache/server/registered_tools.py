@@ -79,7 +79,6 @@ class RegisteredTools:
         return over
 
     def drop(self, group: Registered) -> None:
-        """Forget a group."""
         self._write((group.namespace, group.name), None)
 
     def _read(self) -> dict[tuple[str, str], Registered]:

@@ -15,12 +15,12 @@ from .answers import EVENTS, Answer, EventStream, Json, opened, sse, whole
 from .chat import DONE, asking, logprob_of, with_role
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
+from .state import Caller, Serving
 from .stored_responses import Items, StoredResponse
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
     from ..stream import Completion
-    from .state import ServerState
 
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
@@ -28,14 +28,13 @@ router = APIRouter(prefix="/v1")
 
 
 @router.post("/responses", tags=["openai"], responses=EVENTS)
-async def respond(body: ResponseBody, request: Request) -> Response:
+async def respond(body: ResponseBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Answer in items: messages, function calls, reasoning."""
     body.check_neutral()
     for name in body.include or ():
         if name not in INCLUDED:
             raise refused("include", name, f"only {' or '.join(map(repr, INCLUDED))} can be honoured")
-    state: ServerState = request.app.state.server
-    namespace: str = request.state.tenant.namespace
+    namespace = tenant.namespace
     before: Items = []
     if body.previous_response_id is not None:
         earlier = state.responses.find(namespace, body.previous_response_id)
@@ -53,38 +52,32 @@ async def respond(body: ResponseBody, request: Request) -> Response:
     ask = asking(body, messages, tools, sampling=sampling, constraint=constraint, template_kwargs=kwargs or None)
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "resp", ask, state.tools.shown(namespace, messages, tools))
-        writer = ResponseWriter(answer, body)
 
-        def keep() -> None:
+        def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                state.responses.put(namespace, answer.id, StoredResponse(writer.response, [_with_id(item) for item in given], before))
+                state.responses.put(namespace, answer.id, StoredResponse(response, [_with_id(item) for item in given], before))
 
+        writer = ResponseWriter(answer, body, keep)
         if body.stream:
-            return EventStream(state, stack.pop_all(), answer, _told(writer, keep), failed=writer.failed, end=DONE)
-        return await whole(state, request, answer, _finished(writer, keep))
+            events = (sse(event, event["type"]) async for event in writer.events())
+            return EventStream(state, stack.pop_all(), answer, events, failed=writer.failed, end=DONE)
+        return await whole(state, request, answer, _finished(writer))
 
 
-async def _finished(writer: ResponseWriter, keep: Callable[[], None]) -> dict[str, Any]:
-    async for _ in _told(writer, keep):
+async def _finished(writer: ResponseWriter) -> dict[str, Any]:
+    async for _ in writer.events():
         pass
     return writer.response
 
 
-async def _told(writer: ResponseWriter, keep: Callable[[], None]) -> AsyncIterator[str]:
-    """The events of a response, which is stored before the last of them is told."""
-    async for event in writer.events():
-        if event["type"] in ("response.completed", "response.incomplete"):
-            keep()
-        yield sse(event, event["type"])
-
-
 class ResponseWriter:
-    """Writes one response as deltas come, and tells the events of it."""
+    """Writes one response as deltas come, and tells the events of it. keep: takes it whole, before the last event is told."""
 
-    def __init__(self, answer: Answer, body: ResponseBody) -> None:
-        self._answer, self._number = answer, 0
+    def __init__(self, answer: Answer, body: ResponseBody, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._answer, self._keep, self._number = answer, keep, 0
         self._logprobs = INCLUDED[0] in (body.include or ())
         self._item: dict[str, Any] | None = None  # the one being written
+        self.output: Items = []  # those written so far
         reasoning = body.reasoning.effort if body.reasoning else None
         self.response: dict[str, Any] = {
             "id": answer.id,
@@ -99,7 +92,7 @@ class ResponseWriter:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "model": answer.record.model,
-            "output": [],
+            "output": self.output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
@@ -121,16 +114,10 @@ class ResponseWriter:
             "metadata": body.metadata or {},
         }
 
-    @property
-    def output(self) -> Items:
-        """The items written so far."""
-        items: Items = self.response["output"]
-        return items
-
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """All events, in order; the last one holds the whole response."""
-        yield self._event("response.created", response=self._snapshot())
-        yield self._event("response.in_progress", response=self._snapshot())
+        yield self._event("response.created", response=_copy(self.response))
+        yield self._event("response.in_progress", response=_copy(self.response))
         async for delta in self._answer.stream.adeltas():
             for event in self._take(delta):
                 yield event
@@ -145,21 +132,20 @@ class ResponseWriter:
             "completed_at": None if cut else self._answer.created,
             "usage": usage_of(completion),
         }
-        yield self._event(f"response.{status}", response={**self._snapshot(), **self._answer.told()})
+        last = self._event(f"response.{status}", response={**_copy(self.response), **self._answer.told()})
+        self._keep(self.response)
+        yield last
 
     def failed(self, error: ServerError) -> str:
         """The event that tells of an error in a stream that has begun."""
         told = error.body["error"]
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
-        event = self._event("response.failed", response=self._snapshot())
+        event = self._event("response.failed", response=_copy(self.response))
         return sse(event, event["type"])
 
     def _event(self, kind: str, **said: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **said}
-
-    def _snapshot(self) -> dict[str, Any]:
-        return json.loads(json.dumps(self.response))  # type: ignore[no-any-return]
 
     def _take(self, delta: Delta) -> list[dict[str, Any]]:
         """Events of one delta."""
@@ -178,29 +164,32 @@ class ResponseWriter:
     def _text(self, kind: str, text: str) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         if self._item is None or self._item["type"] != kind:
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             item: dict[str, Any] = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             events = [*self._done(), *self._open("msg" if kind == "message" else "rs", item)]
             item["content"].append(part)
             events.append(self._of_item("response.content_part.added", content_index=0, part=dict(part)))
         assert self._item is not None
-        self._item["content"][0]["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        name = "output_text" if kind == "message" else "reasoning_text"
-        return [*events, self._of_item(f"response.{name}.delta", content_index=0, delta=text, **more)]
+        part = self._item["content"][0]
+        part["text"] += text
+        return [*events, self._of_part("delta", part, delta=text)]
 
     def _open(self, prefix: str, item: dict[str, Any]) -> list[dict[str, Any]]:
         item["id"] = f"{prefix}_{secrets.token_hex(12)}"
         self.output.append(item)
         self._item = item
-        return [self._event("response.output_item.added", output_index=len(self.output) - 1, item=json.loads(json.dumps(item)))]
+        return [self._event("response.output_item.added", output_index=len(self.output) - 1, item=_copy(item))]
 
     def _of_item(self, kind: str, **said: Any) -> dict[str, Any]:
         assert self._item is not None
         return self._event(kind, item_id=self._item["id"], output_index=len(self.output) - 1, **said)
+
+    def _of_part(self, what: str, part: dict[str, Any], **said: Any) -> dict[str, Any]:
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        return self._of_item(f"response.{part['type']}.{what}", content_index=0, **said, **more)
 
     def _done(self) -> list[dict[str, Any]]:
         """Events that end the item being written."""
@@ -213,10 +202,9 @@ class ResponseWriter:
             events.append(self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]))
         else:
             part = item["content"][0]
-            name, more = ("output_text", {"logprobs": part["logprobs"]}) if item["type"] == "message" else ("reasoning_text", {})
-            events.append(self._of_item(f"response.{name}.done", content_index=0, text=part["text"], **more))
+            events.append(self._of_part("done", part, text=part["text"]))
             events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
-        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=json.loads(json.dumps(item))))
+        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=_copy(item)))
         self._item = None
         return events
 
@@ -229,6 +217,10 @@ class ResponseWriter:
             told = [logprob_of(self._answer.engine, one) for one in completion.logprobs]
             self._item["content"][0]["logprobs"] = told
         return [*events, *self._done()]
+
+
+def _copy(value: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(value))  # type: ignore[no-any-return]
 
 
 def usage_of(completion: Completion) -> dict[str, Any]:
@@ -250,20 +242,14 @@ def messages_of(items: Items, instructions: str | None = None) -> list[dict[str,
         kind = item.get("type", "message")
         if kind == "message":
             role, text = item.get("role"), _text_of(number, item.get("content"))
-            if (
-                role == "assistant"
-                and out
-                and out[-1]["role"] == "assistant"
-                and not out[-1].get("tool_calls")
-                and not out[-1].get("content")
-            ):
-                out[-1]["content"] = text
+            last = out[-1] if out else {"role": None}
+            if role == "assistant" == last["role"] and not last.get("tool_calls") and not last.get("content"):
+                last["content"] = text
             else:
                 out.append(with_role({"role": role, "content": text}))
         elif kind == "reasoning":
-            out.append(
-                {"role": "assistant", "content": "", "reasoning_content": _text_of(number, item.get("content") or item.get("summary"))}
-            )
+            thought = _text_of(number, item.get("content") or item.get("summary"))
+            out.append({"role": "assistant", "content": "", "reasoning_content": thought})
         elif kind == "function_call":
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": ""})
@@ -302,31 +288,31 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
 
 
 @router.get("/responses/{identity}", tags=["openai"])
-async def stored(identity: str, request: Request, stream: bool = False) -> Response:
+async def stored(identity: str, state: Serving, tenant: Caller, stream: bool = False) -> Response:
     """A stored response."""
     if stream:
         raise refused("stream", stream, "a stored response is answered whole")
-    return Json(_stored(request, identity).response)
+    return Json(state.responses.find(tenant.namespace, identity).response)
 
 
 @router.delete("/responses/{identity}", tags=["openai"])
-async def delete(identity: str, request: Request) -> Response:
+async def delete(identity: str, state: Serving, tenant: Caller) -> Response:
     """Forget a stored response."""
-    state: ServerState = request.app.state.server
-    state.responses.drop(request.state.tenant.namespace, identity)
+    state.responses.drop(tenant.namespace, identity)
     return JSONResponse({"id": identity, "object": "response.deleted", "deleted": True})
 
 
 @router.get("/responses/{identity}/input_items", tags=["openai"])
 async def input_items(
     identity: str,
-    request: Request,
+    state: Serving,
+    tenant: Caller,
     order: Literal["asc", "desc"] = "desc",
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
 ) -> Response:
     """The items that a stored response answered, `limit` of them, from the one behind `after` on."""
-    all_items = _stored(request, identity).input[:: 1 if order == "asc" else -1]
+    all_items = state.responses.find(tenant.namespace, identity).input[:: 1 if order == "asc" else -1]
     start = next((number + 1 for number, item in enumerate(all_items) if item["id"] == after), 0)
     items = [_shown(item) for item in all_items[start : start + limit]]
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
@@ -340,8 +326,3 @@ def _shown(item: dict[str, Any]) -> dict[str, Any]:
         extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
         item = {**item, "content": [{"type": kind, "text": item["content"], **extra}]}
     return {"status": "completed", **item}
-
-
-def _stored(request: Request, identity: str) -> StoredResponse:
-    state: ServerState = request.app.state.server
-    return state.responses.find(request.state.tenant.namespace, identity)

@@ -90,16 +90,10 @@ class ServedModels:
     """
 
     def __init__(self, models: list[ServedModel], idle_s: float = 0.0) -> None:
-        self._models = {model.name: model for model in models}
-        self._named = self._models | {name: model for model in models for name in model.adapters}
+        self.all, self.first = models, models[0]
+        self._named = {model.name: model for model in models} | {name: model for model in models for name in model.adapters}
         self._idle_s = idle_s
-        self.first = models[0]
         self.keep: Callable[[], None] = lambda: None
-
-    @property
-    def all(self) -> list[ServedModel]:
-        """In the order in which they were named."""
-        return list(self._models.values())
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -129,18 +123,15 @@ class ServedModels:
         model = self.get(name)
         model.busy += 1
         try:
-            yield await self._loaded(model)
+            loading = model.load()
+            await asyncio.wait([loading])  # which goes on for others, if this request ends
+            if (error := loading.exception()) is not None:
+                said = f"model {model.name!r} could not be loaded: {model.phase}"
+                raise ServerError(503, said, kind="server_error", code="model_failed", headers={"Retry-After": "5"}) from error
+            yield loading.result()
         finally:
             model.busy -= 1
             model.used = time.monotonic()
-
-    async def _loaded(self, model: ServedModel) -> Engine:
-        loading = model.load()
-        await asyncio.wait([loading])  # which goes on for others, if this request ends
-        if (error := loading.exception()) is not None:
-            said = f"model {model.name!r} could not be loaded: {model.phase}"
-            raise ServerError(503, said, kind="server_error", code="model_failed", headers={"Retry-After": "5"}) from error
-        return loading.result()
 
     async def look_after(self) -> None:
         """Close models that are idle for too long, and call `keep`, for ever."""
@@ -153,7 +144,6 @@ class ServedModels:
                     await model.unload()
 
     async def close(self) -> None:
-        """Close all."""
         await asyncio.gather(*(model.unload() for model in self.all))
 
 

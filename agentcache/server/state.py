@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from ..errors import AgentCacheError
@@ -95,3 +96,17 @@ class ServerState:
             engine = self.models.engines.get(self.models.owner(group.model))
             if engine is not None:
                 engine.release(group.name, namespace=group.namespace)
+
+
+async def _serving(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+async def _caller(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+Serving = Annotated[ServerState, Depends(_serving)]
+Caller = Annotated[Tenant, Depends(_caller)]

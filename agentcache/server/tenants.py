@@ -32,7 +32,6 @@ else:
     import tomli as tomllib
 
 REQUESTS = 8  # at once, of one tenant
-RETRY_S = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +77,6 @@ class Tenants:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Tell whether a key is needed."""
         return self._keys is not None
 
     def of(self, authorization: str | None, key: str | None = None) -> Tenant:
@@ -103,10 +101,8 @@ class Tenants:
         most = self.most(tenant)
         if tenant.running >= most or self.running >= self._most:
             whose, bound = ("this key has", most) if tenant.running >= most else ("the server has", self._most)
-            raise ServerError(
-                429, f"{whose} {bound} requests running: wait for one to end", kind="rate_limit_error", code="too_many_requests",
-                headers={"Retry-After": str(RETRY_S)},
-            )  # fmt: skip
+            said = f"{whose} {bound} requests running: wait for one to end"
+            raise ServerError(429, said, kind="rate_limit_error", code="too_many_requests", headers={"Retry-After": "1"})
         tenant.running += 1
         self.running += 1
         try:

@@ -212,7 +212,7 @@ def test_an_unwritable_file_is_refused_before_computing(command: list[str], tmp_
 
 def test_figures_are_printed_though_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = tmp_path / "gone" / "x.json"
-    report.save({"part": 1}, full)  # more parts are to come
+    report.Run(None, report.Progress(), {}, full).keep({"part": 1})  # more parts are to come
     assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"x\.json' cannot be written: No such file"):
         report.finish({"part": 2}, [], full)

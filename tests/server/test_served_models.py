@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,9 +62,7 @@ def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> Non
         waits.append(seconds)
 
     async def told() -> list[str]:
-        app = SimpleNamespace(state=SimpleNamespace(server=state))
-        given: Any = SimpleNamespace(app=app, state=SimpleNamespace(tenant=state.tenants.of("")))
-        said: AsyncIterator[Any] = (await events(given)).body_iterator  # type: ignore[attr-defined]
+        said: AsyncIterator[Any] = (await events(state, state.tenants.of(""))).body_iterator  # type: ignore[attr-defined]
         model.state = "loading"
         first = await anext(said)
         model.state = "ready"
