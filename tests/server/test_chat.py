@@ -235,6 +235,7 @@ def test_developer_messages_are_system_messages(served: Served) -> None:
     [
         ({"content": None, "refusal": "I may not say that."}, {"content": "I may not say that."}),
         ({"content": [{"type": "refusal", "refusal": "I may not say that."}]}, {"content": "I may not say that."}),
+        ({"content": [{"type": "text", "text": "I look.", "refusal": None}]}, {"content": "I look."}),  # as OpenAI's agents in JavaScript
         (
             {"content": None, "function_call": {"name": "tide", "arguments": '{"port": "Averil"}'}},
             {"tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": '{"port": "Averil"}'}}]},
