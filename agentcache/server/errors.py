@@ -71,7 +71,10 @@ class ServerError(HTTPException):
         """An engine's error, with the status that tells whether asking again may help, and with its class for agentcache's own client."""
         found = next((row[1:] for row in _STATUS if isinstance(error, row[0])), (500, "server_error", type(error).__name__))
         status, name, code = found
-        made = cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
+        said = str(error)
+        if isinstance(error, ContextOverflowError):  # in OpenAI's words, by which litellm and others know it
+            said = f"This model's maximum context length is {error.context_tokens} tokens: {said}"
+        made = cls(status, said, kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
         made.body["x_agentcache"] = {"error": type(error).__name__, "args": _args(error)}
         return made
 

@@ -271,3 +271,10 @@ def test_a_client_that_leaves_a_whole_answer_frees_the_device(served: Served) ->
         time.sleep(0.01)
     assert record != before
     assert (record[0].state, served.state.tenants.running) == ("cancelled", 0)
+
+
+def test_a_prompt_too_long_is_told_in_openais_words(served: Served) -> None:
+    with served.client() as http:
+        refused = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "water " * 9000}]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert refused.json()["error"]["message"].startswith("This model's maximum context length is 8192 tokens: "), "litellm reads it"
