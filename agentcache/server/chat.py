@@ -70,8 +70,10 @@ def with_role(message: dict[str, Any]) -> dict[str, Any]:
     if said.get("role") in ("developer", "function"):
         said["role"] = "system" if said["role"] == "developer" else "tool"
     if isinstance(content := said.get("content"), list):
-        texts = ({"type": "text", "text": part["refusal"]} if isinstance(part, dict) and "refusal" in part else part for part in content)
-        said["content"] = list(texts)
+        said["content"] = [
+            {"type": "text", "text": part["refusal"]} if isinstance(part, dict) and part.get("refusal") is not None else part
+            for part in content
+        ]
     if not said.get("content") and message.get("refusal"):
         said["content"] = message["refusal"]
     if "tool_calls" not in said and message.get("function_call"):  # as they were before there were several

@@ -61,10 +61,11 @@ class ServerError(HTTPException):
         """An engine's error, with the status that tells whether asking again may help, and with its class for agentcache's own client."""
         found = next((row[1:] for row in _STATUS if isinstance(error, row[0])), (500, "server_error", type(error).__name__))
         status, name, code = found
-        made = cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
-        args: list[int | str] = [str(error)]
-        if isinstance(error, ContextOverflowError):
+        said, args = str(error), list[int | str]([str(error)])
+        if isinstance(error, ContextOverflowError):  # in OpenAI's words, by which litellm and others know it
             args = [error.prompt_tokens, error.context_tokens, error.max_tokens, error.setting]
+            said = f"This model's maximum context length is {error.context_tokens} tokens: {said}"
+        made = cls(status, said, kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
         made.body["x_agentcache"] = {"error": type(error).__name__, "args": args}
         return made
 

@@ -236,14 +236,14 @@ def usage_of(completion: Completion) -> dict[str, Any]:
 
 
 def messages_of(items: Items, instructions: str | None = None) -> list[dict[str, Any]]:
-    """A conversation in chat's shape. Reasoning and calls that follow each other are one assistant turn."""
+    """A conversation in chat's shape. Reasoning, calls and a text that follow each other are one assistant turn, in any order."""
     out: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
             role, text = item.get("role"), _text_of(number, item.get("content"))
             last = out[-1] if out else {"role": None}
-            if role == "assistant" == last["role"] and not last.get("tool_calls") and not last.get("content"):
+            if role == "assistant" == last["role"] and not last.get("content"):
                 last["content"] = text
             else:
                 out.append(with_role({"role": role, "content": text}))

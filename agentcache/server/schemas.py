@@ -144,12 +144,12 @@ class CompletionBody(Body):
 
 
 class ReasoningSettings(BaseModel):
-    """Thinking of a Responses request. Thoughts are told whole: summaries are refused."""
+    """Thinking of a Responses request. Thoughts are told whole, which "auto" allows: summaries of a kind are refused."""
 
     model_config = ConfigDict(extra="forbid")
     effort: Effort | None = None
-    summary: None = None
-    generate_summary: None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
 
 
 class TextSettings(BaseModel):
@@ -161,8 +161,9 @@ class TextSettings(BaseModel):
 
 
 class ResponseBody(Body):
-    """POST /v1/responses."""
+    """POST /v1/responses. client_metadata: a label of Codex."""
 
+    client_metadata: dict[str, Any] | None = None
     input: Text | list[dict[str, Any]] = Field(default_factory=list)
     instructions: Text | None = None
     previous_response_id: str | None = None

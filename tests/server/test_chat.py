@@ -235,6 +235,7 @@ def test_developer_messages_are_system_messages(served: Served) -> None:
     [
         ({"content": None, "refusal": "I may not say that."}, {"content": "I may not say that."}),
         ({"content": [{"type": "refusal", "refusal": "I may not say that."}]}, {"content": "I may not say that."}),
+        ({"content": [{"type": "text", "text": "I look.", "refusal": None}]}, {"content": "I look."}),  # as OpenAI's agents in JavaScript
         (
             {"content": None, "function_call": {"name": "tide", "arguments": '{"port": "Averil"}'}},
             {"tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": '{"port": "Averil"}'}}]},
@@ -270,3 +271,10 @@ def test_a_client_that_leaves_a_whole_answer_frees_the_device(served: Served) ->
         time.sleep(0.01)
     assert record != before
     assert (record[0].state, served.state.tenants.running) == ("cancelled", 0)
+
+
+def test_a_prompt_too_long_is_told_in_openais_words(served: Served) -> None:
+    with served.client() as http:
+        refused = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "water " * 9000}]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert refused.json()["error"]["message"].startswith("This model's maximum context length is 8192 tokens: "), "litellm reads it"

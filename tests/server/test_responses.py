@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.server.responses import messages_of
 from tests.serving import SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
@@ -134,7 +135,7 @@ def test_a_response_is_held_to_its_schema(served: Served) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "c"}, "conversation"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"previous_response_id": "resp-none"}, "previous_response_id"),
     ],
     ids=str,
@@ -144,3 +145,16 @@ def test_what_a_response_cannot_honour_is_refused(served: Served, change: dict[s
         answer = http.post("/v1/responses", json={**ASKED, **change})
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_response_takes_what_codex_sends(served: Served) -> None:
+    asked = {"reasoning": {"summary": "auto"}, "client_metadata": {"session_id": "a"}, "include": ["reasoning.encrypted_content"]}
+    with served.client() as http:
+        answer = http.post("/v1/responses", json={**ASKED, **asked, "store": False, "max_output_tokens": 3})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_text_given_after_its_call_is_its_turn() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "tide", "arguments": "{}"}
+    text, result = {"role": "assistant", "content": "I look."}, {"type": "function_call_output", "call_id": "a", "output": "at 9"}
+    assert messages_of([call, text, result]) == messages_of([text, call, result]), "Haystack gives calls first"
