@@ -112,7 +112,7 @@ def test_conversations_that_branch_and_lose_checkpoints(
             for entry in tree.entries()[at::2]:
                 assert entry.page is not None
                 entry.page.checkpoints = {}
-                tree.eviction.recount(entry)
+                tree.eviction.replace(entry, entry.page)
         elif what == "forget":
             one.engine.forget(older_than=0)
         elif what == "pin":

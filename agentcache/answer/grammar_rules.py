@@ -177,10 +177,8 @@ def _arguments(number: int, schema: Mapping[str, Any], form: CallForm) -> list[s
             lines += _in_list(rule, value, schema, form)
     if form.comma is not None:
         return [*_joined(f"args_{number}", parts, form.comma), *lines]
-    return [
-        " ".join((f"args_{number}:", *(f"({part}){'' if needed else '?'}" for part, needed in parts), *([] if parts else ['""']))),
-        *lines,
-    ]
+    written = [f"({part}){'' if needed else '?'}" for part, needed in parts] or ['""']
+    return [f"args_{number}: {' '.join(written)}", *lines]
 
 
 def _joined(rule: str, parts: Sequence[tuple[str, bool]], comma: str) -> list[str]:
@@ -221,8 +219,7 @@ def _in_list(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], form
             parts.append((f"{_quoted(key + ':')} {rule}_at{place}", key in needed))
             lines += _in_list(f"{rule}_at{place}", meant(each, root), root, form, inside)
         return [f'{rule}: "{{" {rule}_all "}}"', *_joined(f"{rule}_all", parts, form.comma), *lines]
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return [f"{rule}: %json {spaced({**schema, **shared})}"]
+    return [f"{rule}: {_json(schema, root)}"]
 
 
 def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, never: str) -> list[str]:
@@ -230,13 +227,17 @@ def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: s
     if (listed := choices(schema)) is not None:
         return [f"{rule}: {' | '.join(_quoted(shown(choice) + end) for choice in listed)}"]
     if not is_text(schema, root):
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return [f"{rule}: %json {spaced({**schema, **shared})} {_quoted(end)}"]
+        return [f"{rule}: {_json(schema, root)} {_quoted(end)}"]
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     text = rf"(.|\n){{{least},{most}}}" if least or most != "" else _ANY
     if isinstance(pattern := schema.get("pattern"), str):
         text = _whole(pattern)
     return [f"{rule}[lazy]: {rule.upper()} {_quoted(end)}", f"{rule.upper()}: /{text}/ & ~/{_ANY}({never}){_ANY}/"]
+
+
+def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return f"%json {spaced({**schema, **shared})}"
 
 
 def _marks(text: str) -> str:

@@ -157,7 +157,6 @@ class _Walk:
 
     @property
     def error(self) -> str:
-        """What the parser says went wrong."""
         return str(self._matcher.get_error())
 
     def _choice(self, allowed: Bits) -> list[int]:

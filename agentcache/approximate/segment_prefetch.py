@@ -40,17 +40,13 @@ class StoredRepeat:
     start: int
     stop: int
     rows: tuple[Row, ...]
+    ids: Ids  # of all its pages
     missing: int
     kept: Kept
 
     @property
     def tokens(self) -> int:
         return self.stop - self.start
-
-    @property
-    def ids(self) -> Ids:
-        """Ids of all its pages."""
-        return np.concatenate([row.ids for row in self.rows])
 
     @property
     def keys(self) -> frozenset[bytes]:
@@ -76,7 +72,7 @@ def prefetch(text: MinHashIndex, wanted: SegmentQuery, wake: Callable[[], None])
     """Bring pages into memory that repeat some of a prompt's text; None if there can be none."""
     store = text.store
     with store.deletions.lock:
-        if store.disk is None or wanted.scope.precision == "approximate" or not store.tree.budget_bytes or not wanted.windows:
+        if store.disk is None or wanted.scope.precision == "approximate" or not store.budget_bytes or not wanted.windows:
             return None
         return SegmentPrefetch(wanted, wake, text)
 
@@ -97,7 +93,7 @@ class SegmentPrefetch:
         self._scope, self._ids, self._since, self._least = wanted.scope, wanted.ids, wanted.since, wanted.least
         self._precision: Precision = wanted.scope.precision
         self._ms_per_token = disk.cost(wanted.scope.fingerprint, wanted.ms_per_token)
-        self._most_bytes = min(wanted.most_bytes, tree.budget_bytes // 4)
+        self._most_bytes = min(wanted.most_bytes, store.budget_bytes // 4)
         self._done = False
         self.tokens = self.bytes = 0
         self.ms = 0.0
@@ -179,14 +175,8 @@ class SegmentPrefetch:
         size = window.stop - window.start
         low, high = max(self._since, window.start - size), min(stop, window.stop + size)
         near = slice(max(0, kept.slot - size), max(0, kept.slot + kept.tokens + size))
-        best, page = (0, 0, 0), pages[0]
-        for row in pages:
-            run = longest_run(row.ids[near], ids[low:high])
-            if run[2] > best[2]:
-                best, page = run, row
-        if not best[2]:
-            return None
-        rows = self._path(page)
+        best, page = max(((longest_run(row.ids[near], ids[low:high]), row) for row in pages), key=lambda found: found[0][2])
+        rows = self._path(page) if best[2] else None
         if rows is None:
             return None
         at, start = page.place * PAGE_TOKENS + near.start + best[0], low + best[1]
@@ -200,12 +190,11 @@ class SegmentPrefetch:
             )  # fmt: skip
             rows += tuple(row for row, _ in on)
             end += sum(run for _, run in on)
-        return self._repeat(start, end, rows, kept) if end - start >= self._least else None
-
-    def _repeat(self, start: int, stop: int, rows: tuple[Row, ...], kept: Kept) -> StoredRepeat:
-        ids = np.concatenate([row.ids for row in rows])
-        known = self._tree.match(self._scope, _asked(ids), peek=True).tokens
-        return StoredRepeat(start, stop, rows, 0 if known == len(ids) else len(rows) - known // PAGE_TOKENS, kept)
+            chain = np.concatenate([row.ids for row in rows])
+        if end - start < self._least:
+            return None
+        known = self._tree.match(self._scope, _asked(chain), peek=True).tokens
+        return StoredRepeat(start, end, rows, chain, 0 if known == len(chain) else len(rows) - known // PAGE_TOKENS, kept)
 
     def _under(self, parent: bytes, place: int) -> list[Row]:
         """The pages on disk that continue a page, in this scope."""
@@ -277,8 +266,7 @@ class SegmentPrefetch:
         self.notes += chain.notes
         came = []
         for repeat in served:
-            ids = repeat.ids
-            if self._tree.match(self._scope, _asked(ids), peek=True).tokens == len(ids):
+            if self._tree.match(self._scope, _asked(repeat.ids), peek=True).tokens == len(repeat.ids):
                 self.tokens += repeat.tokens
                 came.append(repeat.kept)
             elif chain.refusals:

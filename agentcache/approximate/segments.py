@@ -224,12 +224,9 @@ class SegmentReuse:
         self.calibration, found = calibration, []
         layers = calibration.boundaries if self._model.stepped else ()
         for run in runs:
-            held = (
-                layer
-                for layer in layers
-                if stored_states(run.pages, run.base, layer, run.source, run.source + run.stop - run.start) is not None
-            )
-            found.append((run, frozenset(held)))
+            end = run.source + run.stop - run.start
+            held = frozenset(layer for layer in layers if stored_states(run.pages, run.base, layer, run.source, end) is not None)
+            found.append((run, held))
             running.provenance.attach(run.entries)
             self._kernels.append(run.numerics)
         self._steps, self._segments = ranges(found, calibration)

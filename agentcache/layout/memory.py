@@ -88,7 +88,9 @@ class Memory:
         return best, most
 
     def keep(self, namespace: str, encoded: Encoded) -> None:
-        """Remembers a rendering; the least recently kept ones go when a bound is reached."""
+        """Remembers a rendering, but a slow tokenizer's; the least recently kept ones go when a bound is reached."""
+        if not encoded.ends:
+            return
         splices = b"".join(splice.key for splice in encoded.splices)
         key = hashlib.blake2b(encoded.text.encode("utf-8", "surrogatepass") + splices, digest_size=16).digest()
         with self._lock:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..types import Layout, Message, Span
+from .plain import field
 from .request import Rendered
 from .template import SENTINEL
 from .tokenise import common_ids
@@ -18,11 +19,11 @@ Render = Callable[[Sequence[Turn], bool], Layout]  # the messages, and whether a
 def opening(messages: Sequence[Turn], render: Render) -> Layout:
     """The common start of the prompt that asks for an answer to `messages` and of the prompt with more after them."""
     last = messages[-1]
-    if _of(last, "role") != "assistant":  # it is answered next
+    if field(last, "role") != "assistant":  # it is answered next
         asked, continued = render(messages, True), render([*messages, Message("assistant", SENTINEL)], False)
     else:
-        calls = _of(last, "tool_calls") or ()
-        name = _of(calls[0], "id") if calls else None
+        calls = field(last, "tool_calls") or ()
+        name = field(calls[0], "id") if calls else None
         behind = [Message("tool" if calls else "user", text, tool_call_id=name) for text in (SENTINEL, SENTINEL[::-1])]
         asked, continued = (render([*messages, one], True) for one in behind)
     return cut(asked, common_ids(asked.ids, continued.ids))
@@ -48,7 +49,3 @@ def at_multiple(whole: Layout, unit: int) -> tuple[Layout, Layout]:
         more = replace(pinned, ids=[*pinned.ids, pinned.ids[-1]], spans=(*pinned.spans, Span("generation", size, size + 1)))
         return more, pinned
     return cut(whole, size + 1), pinned
-
-
-def _of(turn: Any, name: str) -> Any:
-    return turn.get(name) if isinstance(turn, Mapping) else getattr(turn, name)

@@ -23,10 +23,14 @@ def plain_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Plai
     return plain
 
 
+def field(message: Any, name: str) -> Any:
+    """A field of a message or call, as it was given."""
+    return message.get(name) if isinstance(message, Mapping) else getattr(message, name)
+
+
 def is_system(message: Any) -> bool:
     """Tell whether a message, which nobody has checked yet, speaks for the system."""
-    role = message.role if isinstance(message, Message) else isinstance(message, Mapping) and message.get("role")
-    return bool(role == "system")
+    return isinstance(message, (Message, Mapping)) and bool(field(message, "role") == "system")
 
 
 def check_list(messages: Any) -> None:

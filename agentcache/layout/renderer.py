@@ -22,7 +22,7 @@ from ..errors import MessageError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Layout, LayoutOptions, Message, Span, Tool
 from .memory import Generated, Kept, Memory, chain, link
-from .plain import VOLATILE, check_list, is_system
+from .plain import VOLATILE, check_list, field, is_system
 from .request import Options, Rendered, Request, Requests
 from .spans import Frame
 from .template import SENTINEL, Template
@@ -109,7 +109,7 @@ class Renderer:
 
     def _may_declare(self, messages: Sequence[Message | Mapping[str, Any]]) -> bool:
         """Tell whether volatile text may stand in the leading system messages."""
-        said = (m.content if isinstance(m, Message) else m.get("content") for m in takewhile(is_system, messages))
+        said = (field(message, "content") for message in takewhile(is_system, messages))
         return self._tail.rules is not None or any(not isinstance(text, str) or VOLATILE in text for text in said)
 
     def _declaring(self) -> Declarations:
@@ -127,7 +127,7 @@ class Renderer:
         stock, namespace = request.options.rendering == "stock", request.options.namespace
         encoded, spent = self._encode(namespace, text, frame) if stock else self._encode_own(text, request, frame)
         encoded = replace(encoded, places=frame.places)
-        self._keep(namespace, encoded)
+        self._memory.keep(namespace, encoded)
         prefix, extra = self._prefix_tokens(encoded.ids, request)
         notes: list[str] = []
         if encoded.splices:
@@ -284,17 +284,13 @@ class Renderer:
                 return encoded, spent + compared
         return self._encoder.resume(known, shared, text)
 
-    def _keep(self, namespace: str, encoded: Encoded) -> None:
-        if encoded.ends:
-            self._memory.keep(namespace, encoded)
-
     def _render_text(self, text: str, tools: Sequence[Any], namespace: str) -> Layout:
         if tools:
             raise MessageError("a string prompt cannot show tools: write them into the prompt or pass a list of messages")
         if not text:
             raise MessageError("the prompt '' is empty: give at least one character")
         encoded, spent = self._encode(namespace, text)
-        self._keep(namespace, encoded)
+        self._memory.keep(namespace, encoded)
         ids = [*self._leading(text), *encoded.ids]
         return Layout(ids, (Span("text", 0, len(ids)),), text, tokenised_chars=spent)
 

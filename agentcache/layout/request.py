@@ -45,7 +45,6 @@ class Options:
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """The template's arguments."""
         return self.template_kwargs or {}
 
 
@@ -61,8 +60,6 @@ class ToolList:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Messages and tools to render."""
-
     turns: list[Turn]
     tools: ToolList
     notes: list[str]  # differences from stock, in words
@@ -92,7 +89,6 @@ class Requests:
     def __init__(self, template: Template, encoder: Encoder) -> None:
         self._template = template
         self._encoder = encoder
-        self._clean: Neutraliser | None = None
         self._canon: Canon | None = None
         self._tools: NamespaceLRU[bytes, ToolList] = NamespaceLRU(TOOL_LISTS)
 
@@ -129,13 +125,12 @@ class Requests:
 
     def canon(self) -> Canon:
         if self._canon is None:  # two threads may both build it: the same value twice
-            self._canon = Canon(Neutraliser(self._encoder, self._template.result_words), self._neutraliser())
+            self._canon = Canon(Neutraliser(self._encoder, self._template.result_words), self._clean)
         return self._canon
 
-    def _neutraliser(self) -> Neutraliser:
-        if self._clean is None:
-            self._clean = Neutraliser(self._encoder)
-        return self._clean
+    @cached_property
+    def _clean(self) -> Neutraliser:
+        return Neutraliser(self._encoder)
 
     def _listed(self, plain: list[Plain], options: Options) -> ToolList:
         order, kwargs = options.tools_order, options.kwargs
@@ -145,7 +140,7 @@ class Requests:
         check_values(plain)
         schemas, notes = plain, list[str]()
         if options.rendering == "canonical" and plain:
-            given, notes = canonical_tools(plain, self._neutraliser())
+            given, notes = canonical_tools(plain, self._clean)
             schemas = order_tools(given, order, options.sticky)
             if schemas != given:
                 notes.append(f"tools reordered: {order}")

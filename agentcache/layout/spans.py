@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ..types import Span, SpanKind
 from .canonical import Turn, text_of
@@ -17,15 +17,6 @@ from .tokenise import EMPTY, Encoded, Place
 
 HEAD = 48  # characters of content that identify a message after its header
 SURE = 8  # and as many that do so without one
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """From this character on, the text belongs to this kind of span."""
-
-    char: int
-    kind: SpanKind
-    message: int | None = None
 
 
 class Frame:
@@ -90,22 +81,24 @@ class Frame:
         size = len(encoded.ids)
         if not encoded.ends:  # a slow tokenizer tells no offsets
             return (Span("text", 0, size),) if size else ()
-        marks = self._marks(len(encoded.text))
-        edges = [0, *(encoded.tokens_before(mark.char) for mark in marks[1:]), size]
-        shown = zip(marks, edges[:-1], edges[1:], strict=True)
-        return tuple(Span(mark.kind, start, stop, mark.message) for mark, start, stop in shown if stop > start)
+        parts = self._parts(len(encoded.text))
+        edges = [0, *(encoded.tokens_before(part.start) for part in parts[1:]), size]
+        shown = zip(parts, edges[:-1], edges[1:], strict=True)
+        return tuple(replace(part, start=start, stop=stop) for part, start, stop in shown if stop > start)
 
-    def _marks(self, size: int) -> list[Mark]:
-        """Marks in ascending order, the first at 0."""
+    def _parts(self, size: int) -> list[Span]:
+        """The same in characters."""
         first = self._turns[0] if self._turns else None
         leading = first.source if first and first.data["role"] == "system" and self.places[0].start is not None else None
-        out = [Mark(0, "system", leading)]
+        marks: list[tuple[int, SpanKind, int | None]] = [(0, "system", leading)]
         for number, (turn, place) in enumerate(zip(self._turns, self.places, strict=True)):
             if place.start is not None and (number or leading is None):
-                out.append(Mark(place.start, "system" if turn.kind == "system" else "turn", turn.source))
+                marks.append((place.start, "system" if turn.kind == "system" else "turn", turn.source))
         if self._stop < size:
-            out.append(Mark(self._stop, "generation"))
-        return out if self._tools is None else _with_tools(out, *self._tools)
+            marks.append((self._stop, "generation", None))
+        stops = [*(start for start, _, _ in marks[1:]), size]
+        out = [Span(kind, start, stop, message) for (start, kind, message), stop in zip(marks, stops, strict=True)]
+        return out if self._tools is None else overlaid(out, "tools", *self._tools)
 
 
 def _find(text: str, turn: Turn, content: str, header: str, cursor: int, stop: int) -> tuple[int | None, int, int] | None:
@@ -142,12 +135,17 @@ def _overtaken(text: str, later: Sequence[Turn], cursor: int, at: int) -> bool:
     return len(head) > 2 and 0 <= text.find(head, cursor, at) < at
 
 
-def _with_tools(out: list[Mark], start: int, stop: int) -> list[Mark]:
-    """The tools' interval laid over the others, which go on after it."""
-    before = [mark for mark in out if mark.char < start] or [Mark(0, "system")]
-    inside = [mark for mark in out if start <= mark.char < stop]
-    after = [mark for mark in out if mark.char >= stop]
-    resumed = inside[-1] if inside else before[-1]
-    rest = [] if after and after[0].char == stop else [Mark(stop, resumed.kind, resumed.message)]
-    head = before if start > 0 else []
-    return [*head, Mark(start, "tools"), *rest, *after]
+def overlaid(spans: Sequence[Span], kind: SpanKind, start: int, stop: int) -> list[Span]:
+    """An interval of this kind laid over the others, which go on after it."""
+    out: list[Span] = []
+    for span in spans:
+        if span.stop <= start or span.start >= stop:
+            out.append(span)
+            continue
+        if span.start < start:
+            out.append(replace(span, stop=start))
+        if not out or out[-1].kind != kind:
+            out.append(Span(kind, start, stop))
+        if span.stop > stop:
+            out.append(replace(span, start=stop))
+    return out

@@ -14,15 +14,17 @@ messages of that name, which the template may write before the last turn, be it 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import TemplateError
-from ..types import LayoutOptions, Message, Move, Role, Span
+from ..types import LayoutOptions, Message, Move, Role
 from .canonical import text_of
 from .declared import Declared, Piece
+from .plain import field
 from .request import Rendered
+from .spans import overlaid
 from .tokenise import Place, common_chars, common_ids
 
 NO_FORM = "the chat template shows no system text behind the last message; allow_demote=True lets a user message say it"
@@ -63,7 +65,7 @@ def placed(declared: Declared, options: LayoutOptions, render: Render) -> Render
 def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions, render: Render) -> Rendered | None:
     """The prompt of `messages` with the pieces at the tail; None if no form of them is faithful."""
     base = render(messages)
-    users = [number for number, message in enumerate(messages) if _role(message) == "user"]
+    users = [number for number, message in enumerate(messages) if field(message, "role") == "user"]
     turn = users[-1] + 1 if users else len(messages)
     for at in (turn,) if options.keep else dict.fromkeys((len(messages), turn)):
         fixed = _fixed(base.encoded.places, at > turn, options.ahead)
@@ -118,16 +120,12 @@ def _as_user(messages: list[Any], at: int, text: str, ahead: bool) -> Iterator[l
         yield list(messages)
         return
     last = messages[at - 1]
-    if _role(last) == "user":
-        content = text_of(last.content if isinstance(last, Message) else last.get("content"))
+    if field(last, "role") == "user":
+        content = text_of(field(last, "content"))
         joined = "\n\n".join(filter(None, (text, content) if ahead else (content, text)))
         merged = replace(last, content=joined) if isinstance(last, Message) else {**last, "content": joined}
         yield [*messages[: at - 1], merged, *messages[at:]]
     yield [*messages[:at], Message("user", text), *messages[at:]]
-
-
-def _role(message: Message | Mapping[str, Any]) -> Any:
-    return message.role if isinstance(message, Message) else message.get("role")
 
 
 def _end(base: str, text: str, pieces: Sequence[Piece], start: int) -> int | None:
@@ -154,7 +152,8 @@ def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form,
     last = next((span.start for span in full.spans if span.kind == "generation"), len(full.ids))
     covered = min(last, full.encoded.tokens_before(stop) + 1)
     note = f"volatile text at the {'last user message' if options.keep else 'tail'}: {len(pieces)}"
-    made = replace(full, spans=_with_volatile(full.spans, shared, covered), differences=(*full.differences, note), moves=moves)
+    spans = tuple(overlaid(full.spans, "volatile", shared, covered))
+    made = replace(full, spans=spans, differences=(*full.differences, note), moves=moves)
     if options.keep:
         return made
     # the renderer remembers this prompt without the text that no later prompt will have
@@ -166,19 +165,3 @@ def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form,
         chain=base.chain,
         request=base.request,
     )
-
-
-def _with_volatile(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """The volatile interval laid over the others."""
-    out: list[Span] = []
-    for span in spans:
-        if span.stop <= start or span.start >= stop:
-            out.append(span)
-            continue
-        if span.start < start:
-            out.append(replace(span, stop=start))
-        if not out or out[-1].kind != "volatile":
-            out.append(Span("volatile", start, stop))
-        if span.stop > stop:
-            out.append(replace(span, start=stop))
-    return tuple(out)

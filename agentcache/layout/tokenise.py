@@ -75,8 +75,8 @@ class Encoded:
 EMPTY = Encoded("", [], [])
 
 
-def common_chars(one: str, other: str) -> int:
-    """Length of the common prefix, by bisection over memory compares."""
+def common_chars(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common prefix of two texts, or lists of one type, by bisection over slices, which are compared in C."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -87,20 +87,11 @@ def common_chars(one: str, other: str) -> int:
     high = min(high, low + step)
     while low + 1 < high:  # one[:low] equal, one[:high] not
         middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
     return low
 
 
-def common_ids(one: Sequence[object], other: Sequence[object]) -> int:
-    """Length of the common prefix of two sequences of one type, such as ids."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # one[:low] equal; bisection over slices, which are compared in C
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
+common_ids = common_chars
 
 
 def in_transformers_form(tokenizer: Any) -> Any:
@@ -253,13 +244,8 @@ def agreement(known_ids: list[int], known_ends: list[int], cut: int, ids: list[i
     best, best_at = 0, (0, 0)
     old, new = cut, 0
     while old < stop_old and new < stop_new:
-        run = 0
-        while (
-            old + run < stop_old
-            and new + run < stop_new
-            and known_ids[old + run] == ids[new + run]
-            and known_ends[old + run] == ends[new + run]
-        ):
+        run, most = 0, min(stop_old - old, stop_new - new)
+        while run < most and known_ids[old + run] == ids[new + run] and known_ends[old + run] == ends[new + run]:
             run += 1
         if run > best:
             best, best_at = run, (old, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +41,14 @@ class Entry:
         return -1 if self.parent is None else self.parent.place + 1
 
     @property
+    def line(self) -> Iterator[Entry]:
+        """This page and those that it continues, up to the root of the tree."""
+        at: Entry | None = self
+        while at is not None:
+            yield at
+            at = at.parent
+
+    @property
     def first(self) -> int:
         """Number of tokens before it."""
         return self.place * PAGE_TOKENS
@@ -50,15 +59,12 @@ class EntryIndex(Protocol):
 
     def __len__(self) -> int:
         """Count the tokens that it finds."""
-        ...
 
     def add(self, entry: Entry) -> None:
         """Take in a page, or the tokens by which one has grown."""
-        ...
 
     def drop(self, entry: Entry) -> None:
         """Take a page out."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

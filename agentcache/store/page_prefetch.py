@@ -29,8 +29,6 @@ AWAIT = 1.5  # an awaited process may take so many times as long as we would
 
 
 class State(Enum):
-    """State of a prefetch."""
-
     LOOKING = auto()  # the index says what the disk adds to memory
     READING = auto()  # a reading thread fills pages
     AWAITING = auto()  # another process computes the prefix
@@ -115,7 +113,7 @@ class PagePrefetch:
         except (StoreBusyError, StoreLostError) as error:
             self._fail(f"nothing was read from disk: {error}")
         except StoreError as error:  # a damaged index: computed instead, and said
-            self._refuse(Reason.BAD_BLOB, 0, str(error))
+            self._refuse(str(error), reason=Reason.BAD_BLOB)
             self.state = State.DONE
         except FAULTS as error:  # no memory for its pages, no thread to read them: computed, as without a disk
             self._fail(f"nothing was read from disk: {type(error).__name__}: {error}")
@@ -157,9 +155,7 @@ class PagePrefetch:
             return
         compute_ms = self._compute_ms(found, known)
         if load_ms := too_slow(found.bytes, compute_ms, self._disk.read_rate):
-            self._refuse(
-                Reason.SLOW_DISK, known.tokens, f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms"
-            )
+            self._refuse(f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms", known.tokens)
             self.state = State.DONE
             return
         self.state = State.READING
@@ -181,9 +177,7 @@ class PagePrefetch:
             if waited_ms <= max(HUNG_MS, compute_ms):
                 return False
             read.stop.set()
-            self._refuse(
-                Reason.SLOW_DISK, 0, f"other requests' pages were read for {waited_ms:.0f} ms, computing takes {compute_ms:.0f} ms"
-            )
+            self._refuse(f"other requests' pages were read for {waited_ms:.0f} ms, computing takes {compute_ms:.0f} ms")
             return True
         elapsed = (time.perf_counter() - read.began) * 1e3
         if not give_up(elapsed, read.bytes, found.bytes, compute_ms, self._disk.read_rate):
@@ -191,9 +185,7 @@ class PagePrefetch:
         read.stop.set()
         if compute_ms:
             self._disk.read_rate.forbid(found.bytes, compute_ms)
-        self._refuse(
-            Reason.SLOW_DISK, 0, f"{read.bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
-        )
+        self._refuse(f"{read.bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms")
         return True
 
     def _arrived(self, read: _Read) -> None:
@@ -208,7 +200,8 @@ class PagePrefetch:
             self.state = State.DONE
             return
         if read.failed is not None:
-            self._refuse(read.failed[0], (read.found.place + good) * PAGE_TOKENS, read.failed[1])
+            reason, detail = read.failed
+            self._refuse(detail, (read.found.place + good) * PAGE_TOKENS, reason)
             if not self._retried:
                 self._retried, self.state = True, State.LOOKING
                 return
@@ -219,23 +212,26 @@ class PagePrefetch:
             known, found = self._known(), read.found
             if known.tokens // PAGE_TOKENS < found.place:
                 return  # their parent was evicted meanwhile
-            rows, pages = found.rows[:good], [*known.pages[: found.place], *read.pages[:good]]
-            end = found.place * PAGE_TOKENS + sum(found.counts[:good])
             if self._precision != "exact":
                 self._keep_exact(read, good)
-            entries = self._adopt(self._scope, self._ids[:end].tolist(), pages, rows, read.generation)
-        assert len(entries) == len(rows) or not entries
+            end = self._admit(self._scope, known, read, good)
         self.tokens += max(0, min(end, len(self._ids) - 1) - known.tokens)
-        self.bytes += sum(row.bytes for row in rows)
+        self.bytes += sum(row.bytes for row in found.rows[:good])
 
     def _keep_exact(self, read: _Read, good: int) -> None:
         """Keep pages that are exact on disk, and go on from exact ones, as such: the request, to which they are lent, is exact so far."""
         known, found = self._exactly_known(), read.found
         count = next((at for at, row in enumerate(found.rows[:good]) if row.precision != "exact"), good)
         if count and known.tokens // PAGE_TOKENS >= found.place:
-            end, pages = found.place * PAGE_TOKENS + sum(found.counts[:count]), [*known.pages[: found.place], *read.pages[:count]]
-            scope = replace(self._scope, precision="exact")
-            self._adopt(scope, self._ids[:end].tolist(), pages, found.rows[:count], read.generation)
+            self._admit(replace(self._scope, precision="exact"), known, read, count)
+
+    def _admit(self, scope: Scope, known: Match, read: _Read, count: int) -> int:
+        """Admit the first pages that were read, after those that memory has; returns the token at which they end."""
+        found = read.found
+        end, pages = found.place * PAGE_TOKENS + sum(found.counts[:count]), [*known.pages[: found.place], *read.pages[:count]]
+        entries = self._adopt(scope, self._ids[:end].tolist(), pages, found.rows[:count], read.generation)
+        assert len(entries) in (0, count)
+        return end
 
     # -- from another process --------------------------------------------------------------------------------------
 
@@ -284,7 +280,7 @@ class PagePrefetch:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _refuse(self, reason: Reason, start: int, detail: str) -> None:
+    def _refuse(self, detail: str, start: int = 0, reason: Reason = Reason.SLOW_DISK) -> None:
         self.refusals.append(Refusal(reason, start, len(self._ids), detail))
 
     def _stop_waiting(self) -> None:

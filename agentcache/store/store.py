@@ -72,21 +72,29 @@ class Store:
             return cls(budget_bytes, host_bytes)
 
     def _disk_tier(self, options: StoreOptions, instead: bool = False) -> DiskTier:
-        from .opened_disk import open_tier
+        """The tier, opened as `DiskTier` is made; what killed processes were deleting is deleted first."""
+        from .disk.disk_tier import DiskTier
 
-        return open_tier(options, self.deletions, instead)
+        tier = DiskTier(options, self.deletions, instead=instead)
+        try:
+            if tier.folder.writable and tier.index.unfinished():
+                from .admin.prune import finish
+
+                finish(tier.folder, tier.index)
+        except BaseException:
+            tier.close()
+            raise
+        return tier
 
     def __len__(self) -> int:
         return len(self.tree)
 
     @property
     def budget_bytes(self) -> int:
-        """Budget of pages in memory."""
-        return self.tree.budget_bytes
+        return self.tree.eviction.budget_bytes
 
     @property
     def bytes(self) -> int:
-        """Held by pages in memory."""
         return self.tree.bytes
 
     @property
@@ -129,7 +137,7 @@ class Store:
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
         """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
         with self.deletions.lock:
-            if self.disk is None or not self.tree.budget_bytes:
+            if self.disk is None or not self.budget_bytes:
                 return None
             from .lent_pages import lend
             from .page_prefetch import PagePrefetch

@@ -45,7 +45,6 @@ class ToolGroup:
 
     @property
     def pages(self) -> int:
-        """Number of pages that hold it."""
         return len(self.page_keys)
 
     @property
@@ -88,11 +87,9 @@ class ToolGroup:
 
     @property
     def scope(self) -> Scope:
-        """Scope of its pages."""
         return Scope(self.namespace, self.fingerprint, self.regime)
 
     def to_json(self) -> str:
-        """Its manifest."""
         recorded = {recorded: getattr(self, name) for name, recorded in MANIFEST.items()}
         return json.dumps(recorded | {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name)}, sort_keys=True)
 
@@ -105,10 +102,9 @@ class ToolGroup:
             known = {recorded: name for name, recorded in MANIFEST.items()} | {name: name for name in _OPTIONAL}
             values: dict[str, Any] = {known[key]: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
             group = cls(**values, sources=sources)
+            named = (group.name, group.namespace, group.fingerprint, group.regime, group.model, group.prompt_key)
             valid = (
-                all(isinstance(text, str) for text in (group.name, group.namespace, group.fingerprint, group.regime, group.model))
-                and all(isinstance(text, str) for text in (*group.tools, *group.layers))
-                and isinstance(group.prompt_key, str)
+                all(isinstance(text, str) for text in (*named, *group.tools, *group.layers))
                 and isinstance(group.prefix_tokens, int)
                 and isinstance(group.stable_tokens, int)
                 and isinstance(group.lease_end, (int, float))
@@ -126,11 +122,5 @@ class ToolGroup:
 
 _RECORDED = ("name", "namespace", "fingerprint", "regime", "prefix_tokens", "tools", "model", "layers", "created")
 MANIFEST = {**{name: name for name in _RECORDED}, "page_keys": "pages"}  # fields of a tool group, and their names in its manifest
-_OPTIONAL = (
-    "sources",
-    "lease_end",
-    "prompt_key",
-    "superseded",
-    "stable_tokens",
-    "splices",
-)  # those that most have not: left out where they are empty
+# those that most have not: left out where they are empty
+_OPTIONAL = ("sources", "lease_end", "prompt_key", "superseded", "stable_tokens", "splices")

@@ -478,7 +478,7 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
         ids = as_ids(list(range(1000 * i, 1000 * i + 300)))
         prompts.append((ids, stored_pages.noise_page(spec, 300, seed=i)))
         tree.admit(scope, ids, [prompts[-1][1]], "n")
-    assert (tree.bytes, tree.host_bytes) == (2 * spec.page_bytes, 3 * spec.page_bytes)
+    assert (tree.bytes, tree.eviction.host_bytes) == (2 * spec.page_bytes, 3 * spec.page_bytes)
     for _ in range(2):
         for ids, page in prompts:
             found = tree.match(scope, as_ids([*ids.tolist(), 9]))
@@ -486,7 +486,7 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
             assert found.pages[0].tier == "device"
             assert stored_pages.same_numbers(found.pages[0], page, 300)
             assert tree.bytes <= 2 * spec.page_bytes
-            assert tree.host_bytes <= 3 * spec.page_bytes
+            assert tree.eviction.host_bytes <= 3 * spec.page_bytes
     tree.admit(scope, as_ids(list(range(9000, 9100))), [stored_pages.noise_page(spec, 100, seed=9)], "n")
     assert len(tree) == 5, "both tiers are full: the oldest went"
 

@@ -453,7 +453,7 @@ def test_an_index_that_cannot_grow(model: Any, tmp_path: Path, monkeypatch: pyte
                     connection.execute(f"PRAGMA max_page_count={pages}")
                     connection.execute("INSERT INTO meta VALUES ('big', zeroblob(1000000))")
 
-                return self._db.write(grow)
+                return self.database.write(grow)
 
             patch.setattr(Index, "add", full)
             ids = running.generate(TURNS, sampling=decode(4)).ids

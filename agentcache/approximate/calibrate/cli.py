@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.options import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    Loading,
-    ModelOption,
-    OwnModelOption,
-    ShapeOption,
-    ThreadsOption,
-    ToolsDir,
-    names,
-    to_write,
-)
+from ...bench import options
 from ...errors import CalibrationError, ConfigError
 from ...terminal import report_errors
 
@@ -62,8 +49,8 @@ def calibrate(
     corpus: Corpus = None,
     questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG, over retrieved passages.")] = None,
     top: Top = 6,
-    model: ModelOption = None,
-    shape: ShapeOption = None,
+    model: options.ModelOption = None,
+    shape: options.ShapeOption = None,
     kl: AllowedKl = 0.02,
     top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
     decision: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of answers asked for that are equal, token by token.")] = 0.0,
@@ -74,23 +61,23 @@ def calibrate(
     families: Families = "all",
     turns: Turns = "",
     most_tokens: MostTokens = 8192,
-    tools_dir: ToolsDir = None,
+    tools_dir: options.ToolsDir = None,
     made_up: MadeUp = 0,
     tools: Tools = 8,
     adapter: AnsweringAdapter = BASE,
     lender: LendingAdapter = None,
     store: StoreFolder = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", callback=to_write, help="Write the calibration here instead.")] = None,
-    dtype: DtypeOption = Dtype.bfloat16,
-    threads: ThreadsOption = None,
-    device: DeviceOption = "cpu",
-    json_file: JsonOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", callback=options.to_write, help="Write the calibration here instead.")] = None,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    threads: options.ThreadsOption = None,
+    device: options.DeviceOption = "cpu",
+    json_file: options.JsonOption = None,
 ) -> None:
     """Find the repair of repeated text that keeps a model's answers. The fastest one is stored for reuse="approximate".
 
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
-    loading = Loading(model, shape, dtype, threads, device=device)
+    loading = options.Loading(model, shape, dtype, threads, device=device)
     with report_errors():
         if turns:
             return _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
@@ -138,7 +125,7 @@ def _added(engine: Engine, role: str, source: str) -> str | None:
 
 
 def _calibrate_turns(
-    turns: str, workload: Sequence[Path], loading: Loading, kl: float, tools_dir: Path | None, made_up: tuple[int, int],
+    turns: str, workload: Sequence[Path], loading: options.Loading, kl: float, tools_dir: Path | None, made_up: tuple[int, int],
     store: Path | None, out: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Hold answers after turns in fewer bits against exact ones, and write down which precisions keep them."""
@@ -170,8 +157,8 @@ def _calibrate_turns(
 
 def segments(
     workload: Workloads = None,
-    model: ModelOption = None,
-    shape: ShapeOption = None,
+    model: options.ModelOption = None,
+    shape: options.ShapeOption = None,
     calibration: CalibrationFile = None,
     halo: Halo = None,
     off: Off = True,
@@ -183,13 +170,13 @@ def segments(
     answer: Answer = 16,
     families: Families = "all",
     most_tokens: MostTokens = 8192,
-    tools_dir: ToolsDir = None,
+    tools_dir: options.ToolsDir = None,
     made_up: MadeUp = 0,
     tools: Tools = 8,
-    dtype: DtypeOption = Dtype.bfloat16,
-    threads: ThreadsOption = None,
-    device: DeviceOption = "cpu",
-    json_file: JsonOption = None,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    threads: options.ThreadsOption = None,
+    device: options.DeviceOption = "cpu",
+    json_file: options.JsonOption = None,
 ) -> None:
     """Text at another position: reused tokens, times and drift. Against what could be, the exact prefix, and answers of reuse off."""
     with report_errors():
@@ -200,7 +187,7 @@ def segments(
         wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
-        with report.measuring("segments", Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
+        with report.measuring("segments", options.Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
             trials = Trials(run.engine, answer, model is not None, repeats)
             known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
@@ -213,7 +200,7 @@ def segments(
 
 
 def rag(
-    model: OwnModelOption = "embedded",
+    model: options.OwnModelOption = "embedded",
     corpus: Corpus = None,
     questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG; by default our own.")] = None,
     top: Top = 6,
@@ -223,10 +210,10 @@ def rag(
     shares: Annotated[str, typer.Option(help="Also with such shares of the other tokens computed again, with commas.")] = "",
     calibration: Annotated[Path | None, typer.Option(help="Approximate reuse under this calibration instead.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 24,
-    dtype: DtypeOption = Dtype.bfloat16,
-    threads: ThreadsOption = None,
-    device: DeviceOption = "cpu",
-    json_file: JsonOption = None,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    threads: options.ThreadsOption = None,
+    device: options.DeviceOption = "cpu",
+    json_file: options.JsonOption = None,
 ) -> None:
     """Questions over retrieved passages: order, reuse and repair. Computed tokens, first tokens, right answers."""
     with report_errors():
@@ -236,10 +223,10 @@ def rag(
         from . import questions as files
 
         asked = files.in_orders(files.questions(corpus, questions, top)[:limit], orders)
-        tried = tuple(int(each) for each in names(halos) if each.isdecimal())
+        tried = tuple(int(each) for each in options.names(halos) if each.isdecimal())
         given = None if calibration is None else Calibration.load(calibration)
-        with report.measuring("rag", Loading(model, None, dtype, threads, device=device), json_file) as run:
-            chosen = passages.ways(run.engine, tried, [float(each) for each in names(shares)], given)
+        with report.measuring("rag", options.Loading(model, None, dtype, threads, device=device), json_file) as run:
+            chosen = passages.ways(run.engine, tried, [float(each) for each in options.names(shares)], given)
             rows: list[passages.Row] = []
             for found in passages.run(run.engine, asked, chosen, run.say, tokens):
                 rows.append(found)

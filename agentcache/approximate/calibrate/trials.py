@@ -51,8 +51,6 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A case made ready."""
-
     case: Case
     namespace: str
     answer: tuple[int, ...]  # ids that all methods are forced to say

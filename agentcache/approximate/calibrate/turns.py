@@ -36,8 +36,6 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Tally:
-    """Findings of one precision so far."""
-
     answers: int = 0
     calls: int = 0
     changed: int = 0

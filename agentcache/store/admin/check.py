@@ -28,8 +28,6 @@ Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Damage that the check found."""
-
     kind: str  # index, page, missing, quarantined, orphan, part or deleted
     name: str  # of the file
     why: str
@@ -235,25 +233,17 @@ def pages_of(index: Index, group: ToolGroup, precisions: Sequence[str] = ()) -> 
     found: list[Row | None] = []
     for at, key in enumerate(group.page_keys):
         kinds = (precisions[at],) if precisions else get_args(Precision)
-        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for kind in kinds]
-        if at == group.pages - 1:
-            rows += [_longer(index, group, kind) for kind in kinds]
-        found.append(next(filter(None, rows), None))
+        own = list(index.rows(key=bytes.fromhex(key), fingerprint=group.fingerprint))
+        longer = list(grown(index, group)) if at == group.pages - 1 else []
+        served = (row for rows in (own, longer) for kind in kinds for row in rows if row.precision == kind and row.bad is None)
+        found.append(next(served, None))
     return found
 
 
-def _served(index: Index, key: bytes, fingerprint: str, precision: str) -> Row | None:
-    with suppress(BlobError):  # verify finds it
-        row = index.row(key, fingerprint, precision)
-        return row if row is not None and row.bad is None else None
-    return None
-
-
-def _longer(index: Index, group: ToolGroup, precision: str) -> Row | None:
+def grown(index: Index, group: ToolGroup) -> Iterator[Row]:
+    """The rows in which a group's last page went on."""
     tokens = group.prefix_tokens - PAGE_TOKENS * (group.pages - 1)
-    root = group.scope.root
-    parent = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else root
-    for row in index.rows(parent=parent, fingerprint=group.fingerprint, bad=False):
-        if row.precision == precision and 0 < tokens < row.tokens and page_key(parent, row.ids[:tokens]) == group.tip:
-            return row
-    return None
+    parent = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else group.scope.root
+    for row in index.rows(parent=parent, fingerprint=group.fingerprint):
+        if 0 < tokens < row.tokens and page_key(parent, row.ids[:tokens]) == group.tip:
+            yield row

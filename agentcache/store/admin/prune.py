@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ...errors import StoreBusyError, StoreFullError, StorePermissionError
-from ...types import PAGE_TOKENS
 from ..deletion import Deletion
 from ..disk import blob_files, process_identity, session_rows
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.index_metadata import DELETING
 from ..disk.schema import Row
-from ..keys import Scope, page_key
+from ..keys import Scope
 from ..tool_group import ToolGroup
-from .check import delete, pages_of
+from .check import delete, grown, pages_of
 
 BATCH = 64  # rows removed, and blobs unlinked, in one transaction: others wait for it
 
@@ -216,11 +215,7 @@ def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[_It
     own = {bytes.fromhex(key) for key in (*group.page_keys, *group.superseded)}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
-    above = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else group.scope.root
-    last = group.prefix_tokens - PAGE_TOKENS * (group.pages - 1)
-    for row in index.rows(parent=above, fingerprint=group.fingerprint):  # what the last page grew into
-        if row.tokens > last > 0 and page_key(above, row.ids[:last]) == group.tip and row.id not in shared:
-            due.append(_item(row))
+    due += [_item(row) for row in grown(index, group) if row.id not in shared]
     while due:
         item = due.pop()
         if item.id not in found:

@@ -14,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...errors import BlobError, StoreError, StoreFullError
+from ...errors import StoreError, StoreFullError
 from ..disk.database import alone
 from ..disk.folder import Folder
 from ..disk.index import Index
-from ..disk.schema import COLUMNS, Row, decode
+from ..disk.schema import COLUMNS, Row, readable
 
 BATCH = 256
 LISTS = ("groups", "splices", "meta", "counters")
@@ -34,7 +34,8 @@ def rebuild(folder: Folder, rows: Iterable[Row]) -> int:
     lock, part = alone(folder), Path(f"{folder.index}.new")
     try:
         _unlink(part)
-        known = {(row.page_key, row.fingerprint, row.precision): row for row in _rows(folder)}
+        found = readable(folder, _records(folder, f"SELECT {COLUMNS} FROM pages"))
+        known = {(row.page_key, row.fingerprint, row.precision): row for row in found}
         with Index(folder, part) as index:
             count = _fill(index, rows, known)
             index.restore_lists({name: list(_records(folder, f"SELECT * FROM {name}")) for name in LISTS})
@@ -66,14 +67,6 @@ def _fill(index: Index, rows: Iterable[Row], known: Mapping[tuple[bytes, str, st
     while batch := list(islice(left, BATCH)):
         count += index.restore(batch)
     return count
-
-
-def _rows(folder: Folder) -> Iterator[Row]:
-    for record in _records(folder, f"SELECT {COLUMNS} FROM pages"):
-        try:
-            yield decode(folder, record)
-        except BlobError:
-            continue
 
 
 def _records(folder: Folder, sql: str) -> Iterator[tuple[Any, ...]]:

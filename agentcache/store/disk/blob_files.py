@@ -66,7 +66,6 @@ class Opened:
 
     @classmethod
     def of(cls, folder: Folder, name: str, fd: int) -> Opened:
-        """The file of a descriptor."""
         about = os.fstat(fd)
         path = os.fspath(folder.blobs / name[:2] / f"{name}{WHOLE}")
         return cls(path, (about.st_dev, about.st_ino), about.st_size, (about.st_ctime_ns, about.st_mtime_ns))
@@ -115,25 +114,25 @@ def _place(folder: Folder, name: str, make: bool = False) -> Iterator[tuple[str,
         os.close(place)
 
 
-def refusal(name: str, error: OSError, doing: str) -> StoreError:
-    """Error of ours for one of the operating system: a full disk, a bad blob, or neither."""
-    said = f"blob {name!r}: {doing} failed: {error.strerror or error}"
-    if error.errno in FULL:
-        return StoreFullError(f"{said}; free some room or prune the store")
-    if doing == "reading" and error.errno in DAMAGED:
-        return BlobError(said)
-    return StoreError(said)
+@contextmanager
+def _refusing(name: str, doing: str) -> Iterator[None]:
+    """Errors of ours for those of the operating system: a full disk, a bad blob, or neither."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        said = f"blob {name!r}: {doing} failed: {error.strerror or error}"
+        if error.errno in FULL:
+            raise StoreFullError(f"{said}; free some room or prune the store") from error
+        kind = BlobError if doing == "reading" and error.errno in DAMAGED else StoreError
+        raise kind(said) from error
 
 
 def open_file(folder: Folder, name: str) -> tuple[int, int]:
     """A descriptor to read a blob from, and its size. BlobError if it is not there or no plain file of ours."""
-    try:
-        with _place(folder, name) as (path, place):
-            fd = os.open(path + WHOLE, os.O_RDONLY | PLAIN, dir_fd=place)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise refusal(name, error, "reading") from error
+    with _refusing(name, "reading"), _place(folder, name) as (path, place):
+        fd = os.open(path + WHOLE, os.O_RDONLY | PLAIN, dir_fd=place)
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or not ours(found):
         os.close(fd)
@@ -186,10 +185,8 @@ def read_front(fd: int, name: str, start: int, size: int, most: int) -> bytes:
 def read_into(fd: int, buffer: memoryview, at: int, name: str) -> None:
     """Fill the buffer from offset `at`."""
     while len(buffer):
-        try:
+        with _refusing(name, "reading"):
             count = _read(fd, buffer, at)
-        except OSError as error:
-            raise refusal(name, error, "reading") from error
         if not count:
             raise BlobError(f"blob {name!r} ends at byte {at}: it became shorter while it was read")
         buffer, at = buffer[count:], at + count
@@ -251,45 +248,37 @@ def new_file(folder: Folder) -> Iterator[tuple[str, int]]:
     if not folder.writable:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be added")
     name = f"{secrets.token_hex(16)}-{process_identity.token()}"
-    try:
-        with _place(folder, name, make=True) as (path, place):
+    with _refusing(name, "writing"), _place(folder, name, make=True) as (path, place):
+        try:
+            fd = os.open(path + PART, NEW, 0o600, dir_fd=place)
             try:
-                fd = os.open(path + PART, NEW, 0o600, dir_fd=place)
-                try:
-                    yield name, fd
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                os.rename(path + PART, path + WHOLE, src_dir_fd=place, dst_dir_fd=place)
-                if place is not None:
-                    os.fsync(place)
-            except BaseException:
-                for suffix in (PART, WHOLE):
-                    with suppress(OSError):
-                        os.unlink(path + (_overwrite(path, suffix, place) if folder.overwrite else suffix), dir_fd=place)
-                raise
-    except StoreError:
-        raise
-    except OSError as error:
-        raise refusal(name, error, "writing") from error
+                yield name, fd
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(path + PART, path + WHOLE, src_dir_fd=place, dst_dir_fd=place)
+            if place is not None:
+                os.fsync(place)
+        except BaseException:
+            for suffix in (PART, WHOLE):
+                with suppress(OSError):
+                    os.unlink(path + (_overwrite(path, suffix, place) if folder.overwrite else suffix), dir_fd=place)
+            raise
 
 
 def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
     """Delete a file of the store; returns whether it was there. StoreBusyError: it is to be overwritten, and mapped by a process."""
-    try:
-        with _place(folder, name) as (path, place):
-            if folder.overwrite or suffix == DELETED:
-                suffix = _overwrite(path, suffix, place)
-            os.unlink(path + suffix, dir_fd=place)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError as error:
-        raise StoreBusyError(f"blob {name!r} is deleted, but not overwritten yet: a running process has its page in memory") from error
-    except StoreError:
-        raise
-    except OSError as error:
-        raise refusal(name, error, "deleting") from error
-    return True
+    with _refusing(name, "deleting"):
+        try:
+            with _place(folder, name) as (path, place):
+                if folder.overwrite or suffix == DELETED:
+                    suffix = _overwrite(path, suffix, place)
+                os.unlink(path + suffix, dir_fd=place)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError as error:
+            raise StoreBusyError(f"blob {name!r} is deleted, but not overwritten yet: a running process has its page in memory") from error
+        return True
 
 
 def remove(folder: Folder, rows: Iterable[Row]) -> None:
@@ -319,7 +308,7 @@ def _overwrite(path: str, suffix: str, place: int | None) -> str:
 
 def files(folder: Folder) -> Iterator[File]:
     """All blobs that lie in the store, finished or not. Files of other names are not ours and are left out."""
-    try:
+    with _refusing("*", "listing"):
         places = [entry.path for entry in os.scandir(folder.blobs) if entry.is_dir(follow_symlinks=False)]
         for place in sorted(places):
             for entry in os.scandir(place):
@@ -330,8 +319,6 @@ def files(folder: Folder) -> Iterator[File]:
                 with suppress(FileNotFoundError):  # deleted or renamed meanwhile
                     about = entry.stat(follow_symlinks=False)
                     yield File(name, found[1], dot + suffix, about.st_size, about.st_mtime)
-    except OSError as error:
-        raise refusal("*", error, "listing") from error
 
 
 def orphans(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tuple[list[File], int]:

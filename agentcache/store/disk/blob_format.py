@@ -29,6 +29,10 @@ SEAL_BYTES = 28  # what encrypting adds: 12 bytes of nonce, 16 of tag
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
 MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "checkpoint_bytes": 1 << 31}
+PACKED = (  # in the order in which they are written
+    "page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "role", "dtype", "widths",
+    "checkpoint_bytes", "created",
+)  # fmt: skip
 SAME = (
     "page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", "dtype", "widths",
     "checkpoint_bytes",
@@ -60,11 +64,9 @@ class Plan:
     bytes: int  # offset of the end
 
     def at(self, section: int) -> int:
-        """Offset of a section in the file."""
         return self.sections[section]
 
     def size(self, section: int) -> int:
-        """Bytes of a section in the file."""
         return self.sections[section + 1] - self.sections[section]
 
 
@@ -130,19 +132,8 @@ def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
 def section_context(row: Row, section: int, sealed: bool) -> bytes:
     """Context with which a section's bytes are authenticated, and encrypted."""
     shape = row.widths[section] if section < len(row.widths) else (row.checkpoint_bytes,)
-    what = [
-        "agentcache section",
-        FORMAT,
-        sealed,
-        row.page_key.hex(),
-        row.fingerprint,
-        row.precision,
-        section,
-        row.dtype,
-        *shape,
-        row.tokens,
-    ]
-    return _json(what) + b"\n"
+    about = [sealed, row.page_key.hex(), row.fingerprint, row.precision, section, row.dtype, *shape, row.tokens]
+    return _json(["agentcache section", FORMAT, *about]) + b"\n"
 
 
 def tail_context(row: Row, sealed: bool) -> bytes:
@@ -156,24 +147,9 @@ def _json(value: Any) -> bytes:
 
 def pack(row: Row) -> str:
     """Metadata of a row, from which the index can be rebuilt. JSON inside JSON: any namespace survives it, and other readers."""
-    return _json(
-        {
-            "page_key": row.page_key.hex(),
-            "parent": row.parent.hex(),
-            "namespace": row.namespace,
-            "fingerprint": row.fingerprint,
-            "regime": row.regime,
-            "place": row.place,
-            "tokens": row.tokens,
-            "numerics": sorted(row.numerics),
-            "precision": row.precision,
-            "role": row.role,
-            "dtype": row.dtype,
-            "widths": row.widths,
-            "checkpoint_bytes": row.checkpoint_bytes,
-            "created": float(row.created),
-        }
-    ).decode("ascii")
+    told = {name: getattr(row, name) for name in PACKED}
+    told |= {"page_key": row.page_key.hex(), "parent": row.parent.hex(), "numerics": sorted(row.numerics), "created": float(row.created)}
+    return _json(told).decode("ascii")
 
 
 def unpack(text: str) -> Row:

@@ -337,12 +337,10 @@ def _busy(error: sqlite3.Error) -> bool:
 
 
 def corrupt(path: Path, why: str) -> StoreCorruptError:
-    """The error that says so, and the way out."""
     return StoreCorruptError(f"the index {str(path)!r} is damaged: {why}; `agentcache verify --fix` makes it anew from the pages")
 
 
 def _named(error: sqlite3.Error, path: Path) -> StoreError:
-    """SQLite's error as one of ours."""
     said = str(error)
     if _busy(error):
         return StoreBusyError(f"the index {str(path)!r} was locked by other processes for too long: {said}")

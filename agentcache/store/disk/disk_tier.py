@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -100,16 +101,10 @@ class DiskTier:
         whole = known.tokens // PAGE_TOKENS
         parent = known.entries[whole - 1].key if whole else scope.root
         hits = self.index.longest(scope, ids, len(ids) - 1, precision, start=whole * PAGE_TOKENS, parent=parent)
-        rows: list[Row] = []
-        tokens = whole * PAGE_TOKENS
-        for row, run in hits:
-            if row.kind != spec.kind:
-                break  # the fingerprint says this cannot be: a forged row
-            if row.id in self._bad:
-                break
-            rows.append(row)
-            tokens += run
-        return DiskMatch(tuple(rows), whole, tokens) if tokens > known.tokens else None
+        # the fingerprint says that another kind cannot be: a forged row
+        good = list(takewhile(lambda hit: hit[0].kind == spec.kind and hit[0].id not in self._bad, hits))
+        tokens = whole * PAGE_TOKENS + sum(run for _, run in good)
+        return DiskMatch(tuple(row for row, _ in good), whole, tokens) if tokens > known.tokens else None
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on a reading thread. RuntimeError: there is none."""
@@ -285,11 +280,7 @@ class DiskTier:
             return False
         session_rows.end_leases(self.index)
         self.writer.tell_uses()  # else pages used a moment ago may look old
-        above: set[int] = set()
-        at: Entry | None = parent
-        while at is not None:
-            above.add(at.row)
-            at = at.parent
+        above = {entry.row for entry in parent.line}
         room = max(need, min(ROOM * need, budget // 8))
         for _ in range(TRIES):
             blob_files.remove(self.folder, self.index.remove([row.id for row in self.index.victims(used + room - budget, above)]))
@@ -334,7 +325,6 @@ class DiskTier:
         blob_files.remove(self.folder, self.index.promote(held, Role.GROUP))
 
     def holds(self, name: Hashable) -> set[int]:
-        """The rows that are pinned under a name."""
         return {row for held in self._pinned.get(name, ()) for row in held}
 
     def release_pin(self, name: Hashable) -> None:

@@ -99,12 +99,10 @@ class Folder:
 
     @property
     def blobs(self) -> Path:
-        """Folder of the pages."""
         return self.path / "blobs"
 
     @property
     def index(self) -> Path:
-        """The index's file."""
         return self.path / INDEX
 
     @property
@@ -237,9 +235,8 @@ def _opened(place: Path, secret: bytes | None, writable: bool) -> Folder:
         raise StoreFormatError(f"the store {str(place)!r} is encrypted: give its key, for example in AGENTCACHE_KEY")
     if not hmac.compare_digest(record[1].encode(), _check_value(secret, key).encode()):
         raise StoreFormatError(f"the store {str(place)!r} is encrypted with another key: give that one, or name another folder")
-    mac_key = blake3(
-        b"agentcache authentication" + key, key=secret
-    ).digest()  # so that the folder alone does not confirm guesses of its contents
+    # not the key alone: the folder would confirm guesses of its contents
+    mac_key = blake3(b"agentcache authentication" + key, key=secret).digest()
     return Folder(place, mac_key, writable, encrypted=True, _cipher=_cipher(secret, key), _made=key)
 
 

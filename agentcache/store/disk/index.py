@@ -17,10 +17,10 @@ import numpy as np
 from ...errors import BlobError
 from ...types import PAGE_TOKENS
 from ..entry import common
-from ..keys import Ids, Scope, page_key
+from ..keys import Ids, Scope, chain
 from . import schema
-from .index_metadata import IndexMetadata, pinned, tick
-from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode
+from .index_metadata import IndexMetadata, pinned, tick, where
+from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode, readable
 
 __all__ = ["Index", "Row"]
 
@@ -28,6 +28,8 @@ CHILDREN = 256  # partial pages under one parent; also how many continuations a 
 ASKED = 32  # whole pages looked up by one statement
 LISTED = 256  # rows read at once
 SAME = "page_key = ? AND fingerprint = ? AND precision = ?"
+BY_ID = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
+CHILD = "SELECT 1 FROM pages WHERE parent = ? AND fingerprint = ? LIMIT 1"
 UNDER = "parent = ? AND fingerprint = ? AND precision = ?"
 
 
@@ -71,19 +73,16 @@ class Index(IndexMetadata):
 
     def _whole(self, scope: Scope, ids: Ids, precision: str, above: bytes, place: int) -> list[Row]:
         """Up to ASKED whole pages in a row from the start of ids."""
-        pages = [ids[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS] for i in range(min(ASKED, len(ids) // PAGE_TOKENS))]
-        keys = [above]
-        for page in pages:
-            keys.append(page_key(keys[-1], page))
-        marks = ", ".join("?" * len(pages))
+        count = min(ASKED, len(ids) // PAGE_TOKENS)
+        keys = chain(above, ids[: count * PAGE_TOKENS])
+        marks = ", ".join("?" * count)
         sql = f"SELECT {COLUMNS} FROM pages WHERE page_key IN ({marks}) AND fingerprint = ? AND precision = ? AND bad IS NULL"
-        kinds = (precision, "exact") if precision != "exact" else ("exact",)
-        records = [record for kind in kinds for record in self._all(sql, *keys[1:], scope.fingerprint, kind)]
-        by_key = {record[KEY]: record for record in records}
+        kinds = dict.fromkeys((precision, "exact"))  # each once
+        by_key = {record[KEY]: record for kind in kinds for record in self._all(sql, *keys, scope.fingerprint, kind)}
         rows: list[Row] = []
-        for i, (page, key) in enumerate(zip(pages, keys[1:], strict=True)):
-            row = self._decoded(by_key.get(key), scope, keys[i], place + i)
-            if row is None or row.ids.tobytes() != page.tobytes():
+        for i, (key, parent) in enumerate(zip(keys, (above, *keys))):
+            row = self._decoded(by_key.get(key), scope, parent, place + i)
+            if row is None or row.ids.tobytes() != ids[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS].tobytes():
                 break
             rows.append(row)
         return rows
@@ -92,7 +91,7 @@ class Index(IndexMetadata):
         """The page under `above` that has most in common with ids; of equals the shortest, which is read fastest."""
         head = schema.head(self.folder, ids)
         sql = f"SELECT id, page_key, tokens, ids FROM pages WHERE {UNDER} AND head = ? AND bad IS NULL ORDER BY used DESC LIMIT {CHILDREN}"
-        kinds = ("exact", precision) if precision != "exact" else ("exact",)
+        kinds = dict.fromkeys(("exact", precision))  # each once
         records = [record for kind in kinds for record in self._all(sql, above, scope.fingerprint, kind, head)]
         best, shortest, chosen, wanted = 0, 0, 0, ids.tobytes()
         for id, *sealed in records:
@@ -104,8 +103,7 @@ class Index(IndexMetadata):
                 best, shortest, chosen = common(np.frombuffer(known, dtype=ids.dtype), ids), len(known), id
             elif len(known) < shortest and known[: 4 * best] == wanted[: 4 * best]:
                 shortest, chosen = len(known), id
-        sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
-        record = self._all(sql, chosen) if best else []
+        record = self._all(BY_ID, chosen) if best else []
         row = self._decoded(record[0] if record else None, scope, above, place)
         return [] if row is None else [(row, best)]
 
@@ -127,39 +125,26 @@ class Index(IndexMetadata):
 
     def _decoded(self, record: tuple[Any, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
         """A row, if it belongs where it was found."""
-        if record is None:
-            return None
-        try:
-            row = decode(self.folder, record)
-        except BlobError:  # `check` finds it
-            return None
-        right = (row.namespace, row.regime, row.parent, row.place) == (scope.namespace, scope.regime, above, place)
-        return row if right else None
+        for row in readable(self.folder, filter(None, (record,))):
+            if (row.namespace, row.regime, row.parent, row.place) == (scope.namespace, scope.regime, above, place):
+                return row
+        return None
 
     def row(self, key: bytes, fingerprint: str, precision: str = "exact") -> Row | None:
         """The row of one page, quarantined or not; None if there is none."""
         sql = f"SELECT {COLUMNS} FROM pages WHERE {SAME}"
-        record = self._db.read(lambda connection: connection.execute(sql, (key, fingerprint, precision)).fetchone())
-        return None if record is None else decode(self.folder, record)
+        found = self._all(sql, key, fingerprint, precision)
+        return decode(self.folder, found[0]) if found else None
 
     def rows(
         self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, parent: bytes | None = None,
         key: bytes | None = None, bad: bool | None = None, before: float | None = None,
     ) -> Iterator[Row]:  # fmt: skip
         """All rows with these properties, in the order in which they came; damaged ones are left out (check). before: by time.time()."""
-        where: list[str] = ["1"]
-        values: list[object] = []
-        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent), ("page_key", key)):
-            if value is not None:
-                where.append(f"{name} = ?")
-                values.append(value)
+        condition, values = where(before, namespace=namespace, fingerprint=fingerprint, role=role, parent=parent, page_key=key)
         if bad is not None:
-            where.append(f"bad IS {'NOT ' if bad else ''}NULL")
-        if before is not None:
-            where.append("created < ?")
-            values.append(before)
-        sql = f"SELECT id FROM pages WHERE {' AND '.join(where)} ORDER BY id"
-        ids = self._all(sql, *values)
+            condition += f" AND bad IS {'NOT ' if bad else ''}NULL"
+        ids = self._all(f"SELECT id FROM pages{condition} ORDER BY id", *values)
         for first in range(0, len(ids), LISTED):
             some = [id for (id,) in ids[first : first + LISTED]]
             sql = f"SELECT {COLUMNS} FROM pages WHERE id IN ({', '.join('?' * len(some))}) ORDER BY id"
@@ -169,23 +154,23 @@ class Index(IndexMetadata):
         """Tell whether all these pages (keys in hexadecimal) are there, and not quarantined."""
         sql = "SELECT 1 FROM pages WHERE page_key = ? AND fingerprint = ? AND bad IS NULL"
         asked = [(bytes.fromhex(key), fingerprint) for key in keys]
-        return self._db.read(lambda connection: all(connection.execute(sql, one).fetchone() for one in asked))
+        return self.database.read(lambda connection: all(connection.execute(sql, one).fetchone() for one in asked))
 
     def total(self) -> tuple[int, int]:
         """Number of rows, and the bytes of their blobs."""
-        return self._db.read(lambda connection: connection.execute("SELECT rows, bytes FROM totals").fetchone())
+        return self.database.read(lambda connection: connection.execute("SELECT rows, bytes FROM totals").fetchone())
 
     def present(self, ids: Iterable[int]) -> set[int]:
         """Those of these rows that are there, and not quarantined."""
         wanted = list(ids)
         sql = "SELECT 1 FROM pages WHERE id = ? AND bad IS NULL"
-        return self._db.read(lambda connection: {id for id in wanted if connection.execute(sql, (id,)).fetchone()})
+        return self.database.read(lambda connection: {id for id in wanted if connection.execute(sql, (id,)).fetchone()})
 
     def has_blobs(self, names: Iterable[str]) -> set[str]:
         """Those of these blobs that a row names."""
         wanted = list(names)
         sql = "SELECT 1 FROM pages WHERE blob = ?"
-        return self._db.read(lambda connection: {name for name in wanted if connection.execute(sql, (name,)).fetchone()})
+        return self.database.read(lambda connection: {name for name in wanted if connection.execute(sql, (name,)).fetchone()})
 
     # -- adding ----------------------------------------------------------------------------------------------------
 
@@ -293,7 +278,7 @@ class Index(IndexMetadata):
 
         def promotes(connection: sqlite3.Connection) -> list[Row]:
             connection.executemany("UPDATE pages SET role = ? WHERE id = ? AND role < ?", [(int(role), id, int(role)) for id in wanted])
-            found = [connection.execute(f"SELECT {COLUMNS} FROM pages WHERE id = ?", (id,)).fetchone() for id in wanted]
+            found = [connection.execute(BY_ID, (id,)).fetchone() for id in wanted]
             held = pinned(connection)
             return [gone for row in self._sound(filter(None, found)) for gone in self._covered(connection, row, held)]
 
@@ -314,15 +299,9 @@ class Index(IndexMetadata):
             gone: list[Row] = []
             for id in wanted:
                 key = connection.execute("SELECT page_key, fingerprint FROM pages WHERE id = ?", (id,)).fetchone()
-                if (
-                    key is None
-                    or id in held
-                    or (
-                        not force and connection.execute("SELECT 1 FROM pages WHERE parent = ? AND fingerprint = ? LIMIT 1", key).fetchone()
-                    )
-                ):
+                if key is None or id in held or (not force and connection.execute(CHILD, key).fetchone()):
                     continue
-                gone += self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE id = ?", (id,)).fetchall())
+                gone += self._sound(connection.execute(BY_ID, (id,)).fetchall())
                 connection.execute("DELETE FROM pages WHERE id = ?", (id,))
             if freeing is not None:
                 for row in gone:
@@ -338,11 +317,9 @@ class Index(IndexMetadata):
         """
         from . import eviction_order  # most requests make no room
 
-        sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
-
         def choose(connection: sqlite3.Connection) -> list[Row]:
             chosen = eviction_order.victims(connection, need_bytes, pinned(connection).union(spared))
-            return self._sound(connection.execute(sql, (id,)).fetchone() for id in chosen)
+            return self._sound(connection.execute(BY_ID, (id,)).fetchone() for id in chosen)
 
         return self._snapshot(choose)
 
@@ -356,18 +333,8 @@ class Index(IndexMetadata):
         """Faults of the file and its rows, in words; empty if it is sound. Reads all of it. `rebuild` mends them."""
         return self._snapshot(lambda connection: schema.faults(self.folder, connection))
 
-    def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        return self._db.read(lambda connection: connection.execute(sql, values).fetchall())
-
     def _sound(self, records: Iterable[tuple[Any, ...]]) -> list[Row]:
-        """The rows that can be read."""
-        rows = []
-        for record in records:
-            try:
-                rows.append(decode(self.folder, record))
-            except BlobError:
-                continue
-        return rows
+        return list(readable(self.folder, records))
 
 
 def _delete(connection: sqlite3.Connection, rows: list[Row]) -> list[Row]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,33 +51,27 @@ class IndexMetadata:
     def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
         self.ahead = 0
-        self._db = Database(folder, SCHEMA, VERSION, path, unshared=unshared)
+        self.database = Database(folder, SCHEMA, VERSION, path, unshared=unshared)
         try:
-            if self._db.read(totals) is None:
+            if self.database.read(totals) is None:
                 raise corrupt(folder.index, "its totals cannot be")
         except StoreError:
             self.close()
             raise
 
-    @property
-    def database(self) -> Database:
-        """For what keeps tables of its own in it."""
-        return self._db
-
     def close(self) -> None:
-        """Close all threads' connections."""
-        self._db.close()
+        self.database.close()
 
     # -- deletions -------------------------------------------------------------------------------------------------
 
     def record_deletion(self, done: Deletion) -> None:
         """Number a deletion, before its pages go: writers know of it from now on."""
         if self.folder.writable:
-            self.folder.tell_generation(self._db.write(lambda connection: _record(connection, done)))
+            self.folder.tell_generation(self.database.write(lambda connection: _record(connection, done)))
 
     def deletions(self, since: int) -> list[Deletion]:
         """Those after a generation, in order."""
-        return self._db.read(lambda connection: self.deletions_in(connection, since))
+        return self.database.read(lambda connection: self.deletions_in(connection, since))
 
     def deletions_in(self, connection: sqlite3.Connection, since: int) -> list[Deletion]:
         """The same in a transaction."""
@@ -89,8 +83,7 @@ class IndexMetadata:
         return [replace(one, generation=one.generation + self.ahead) for one in found]
 
     def generation(self) -> int:
-        """The number of the last one."""
-        return self._db.read(_generation) + self.ahead
+        return self.database.read(_generation) + self.ahead
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -99,16 +92,11 @@ class IndexMetadata:
         wanted = list(ids)
 
         def pins(connection: sqlite3.Connection) -> list[int]:
-            found = []
-            for id in wanted:
-                done = connection.execute(
-                    "INSERT INTO pins SELECT id, ?, 1, ? FROM pages WHERE id = ? "
-                    "ON CONFLICT (page, process) DO UPDATE SET count = count + 1, since = excluded.since",
-                    (holder, time.time(), id),
-                )
-                if done.rowcount:
-                    found.append(id)
-            return found
+            sql = (
+                "INSERT INTO pins SELECT id, ?, 1, ? FROM pages WHERE id = ? "
+                "ON CONFLICT (page, process) DO UPDATE SET count = count + 1, since = excluded.since"
+            )
+            return [id for id in wanted if connection.execute(sql, (holder, time.time(), id)).rowcount]
 
         return self._write(pins, wanted)
 
@@ -123,8 +111,7 @@ class IndexMetadata:
         self._write(release, None)
 
     def pinned(self) -> set[int]:
-        """Pages that running processes hold."""
-        return self._db.read(pinned)
+        return self.database.read(pinned)
 
     def drop_dead_pins(self) -> int:
         """Forget pins and leases of processes that have ended; returns how many."""
@@ -158,15 +145,17 @@ class IndexMetadata:
 
     def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name; None if there is none, or it is damaged."""
-        return next(iter(self._db.read(lambda connection: self._groups(connection, namespace, name, fingerprint))), None)
+        return next(iter(self.database.read(lambda connection: self._groups(connection, namespace, name, fingerprint))), None)
 
     def groups(self, namespace: str | None = None, name: str | None = None) -> list[ToolGroup]:
         """All manifests (of a namespace, of a name) that are not damaged, the latest recorded last."""
-        return self._db.read(lambda connection: self._groups(connection, namespace, name))
+        return self.database.read(lambda connection: self._groups(connection, namespace, name))
 
-    def _groups(self, connection: sqlite3.Connection, *about: str | None) -> list[ToolGroup]:
-        where, values = _where(dict(zip(("namespace", "name", "fingerprint"), about)))
-        records = connection.execute(f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used", values)
+    def _groups(
+        self, connection: sqlite3.Connection, namespace: str | None, name: str | None, fingerprint: str | None = None
+    ) -> list[ToolGroup]:
+        condition, values = where(namespace=namespace, name=name, fingerprint=fingerprint)
+        records = connection.execute(f"SELECT namespace, name, fingerprint, manifest FROM groups{condition} ORDER BY used", values)
         return [found for record in records.fetchall() if (found := self._group(*record)) is not None]
 
     def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> ToolGroup | None:
@@ -178,8 +167,8 @@ class IndexMetadata:
 
     def drop_group(self, namespace: str, name: str, fingerprint: str | None = None, until: float = math.inf) -> int:
         """Forget the manifests of that name that were made until then, not their pages; returns how many."""
-        where, values = _where({"namespace": namespace, "name": name, "fingerprint": fingerprint})
-        return self._execute(f"DELETE FROM groups{where} AND created <= ?", (*values, until))
+        condition, values = where(namespace=namespace, name=name, fingerprint=fingerprint)
+        return self._execute(f"DELETE FROM groups{condition} AND created <= ?", (*values, until))
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
@@ -206,8 +195,8 @@ class IndexMetadata:
 
     def splice(self, namespace: str, key: bytes) -> bytes | None:
         """The ids under that key; None if there are none, or they are damaged."""
-        found = self._db.read(lambda c: c.execute("SELECT ids FROM splices WHERE namespace = ? AND key = ?", (namespace, key)).fetchone())
-        return None if found is None else unguard(self.folder, found[0], named("splice", namespace, key))
+        found = self._all("SELECT ids FROM splices WHERE namespace = ? AND key = ?", namespace, key)
+        return unguard(self.folder, found[0][0], named("splice", namespace, key)) if found else None
 
     def drop_splices(self, namespace: str | None = None, before: float | None = None) -> int:
         """Forget those of a namespace (None: of all), made before that time (None: at any time); returns how many."""
@@ -239,17 +228,15 @@ class IndexMetadata:
         return self._write(drop, 0) if parents else 0
 
     def _drop(self, table: str, namespace: str | None, before: float | None) -> int:
-        where, values = _where({"namespace": namespace})
-        if before is not None:
-            where, values = f"{where} {'AND' if where else 'WHERE'} created < ?", (*values, before)
-        return self._execute(f"DELETE FROM {table}{where}", values)
+        condition, values = where(before, namespace=namespace)
+        return self._execute(f"DELETE FROM {table}{condition}", values)
 
     # -- rates and counters ----------------------------------------------------------------------------------------
 
     def get_meta(self, key: str) -> str | None:
         """Value that any process has set; None if none has, or it is damaged."""
-        found = self._db.read(lambda connection: connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone())
-        plain = None if found is None else unguard(self.folder, found[0], named("meta", key))
+        found = self._all("SELECT value FROM meta WHERE key = ?", key)
+        plain = unguard(self.folder, found[0][0], named("meta", key)) if found else None
         return None if plain is None else plain.decode()
 
     def set_meta(self, key: str, value: str) -> None:
@@ -259,22 +246,18 @@ class IndexMetadata:
     def unfinished(self) -> list[tuple[str, str]]:
         """Key and value of what processes that have ended were deleting."""
         sql = f"SELECT key FROM meta WHERE key >= '{DELETING}/' AND key < '{DELETING}0'"
-        keys = [key for (key,) in self._db.read(lambda connection: connection.execute(sql).fetchall())]
-        dead = [key for key in keys if not process_identity.alive(key.split("/")[-1], 0.0)]
+        dead = [key for (key,) in self._all(sql) if not process_identity.alive(key.split("/")[-1], 0.0)]
         return [(key, self.get_meta(key) or "") for key in dead]
 
     def drop_meta(self, key: str) -> None:
-        """Forget a value."""
         self._execute("DELETE FROM meta WHERE key = ?", (key,))
 
     def add_counters(self, counts: Mapping[str, int]) -> None:
-        """Add to counters of the store."""
         sql = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
         self._write(lambda connection: connection.executemany(sql, list(counts.items())), None)
 
     def counters(self) -> dict[str, int]:
-        """All counters of the store."""
-        return dict(self._db.read(lambda connection: connection.execute("SELECT name, value FROM counters ORDER BY name").fetchall()))
+        return dict(self._all("SELECT name, value FROM counters ORDER BY name"))
 
     def restore_lists(self, lists: Mapping[str, Iterable[tuple[Any, ...]]]) -> None:
         """Take over the sound records of groups, splices, meta and counters (records of all columns) from a damaged index."""
@@ -325,7 +308,7 @@ class IndexMetadata:
                 connection.execute("UPDATE totals SET rows = ?, bytes = ?, splices = ?", right)
 
         if self._snapshot(wrong):
-            self._db.write(mend)
+            self.database.write(mend)
 
     def _snapshot(self, use: Use[T]) -> T:
         """Several reads of one state of the file."""
@@ -338,15 +321,18 @@ class IndexMetadata:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
-        return self._db.read(transact)
+        return self.database.read(transact)
 
-    def _execute(self, sql: str, values: tuple[object, ...] = ()) -> int:
+    def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        return self.database.read(lambda connection: connection.execute(sql, values).fetchall())
+
+    def _execute(self, sql: str, values: Sequence[object]) -> int:
         """One statement that writes; returns how many rows it touched."""
         return self._write(lambda connection: connection.execute(sql, values).rowcount, 0)
 
     def _write(self, use: Use[Any], otherwise: Any) -> Any:
         """Return what `use` does in a transaction of its own; `otherwise` in a read-only folder."""
-        return self._db.write(use) if self.folder.writable else otherwise
+        return self.database.write(use) if self.folder.writable else otherwise
 
 
 def _record(connection: sqlite3.Connection, done: Deletion) -> int:
@@ -374,9 +360,11 @@ def _deletion(record: tuple[Any, ...]) -> Deletion:
     return Deletion(namespace, before, bool(forced), name, fingerprint, split, tokens, generation)
 
 
-def _where(wanted: Mapping[str, object]) -> tuple[str, tuple[object, ...]]:
-    given = {name: value for name, value in wanted.items() if value is not None}
-    return (" WHERE " + " AND ".join(f"{name} = ?" for name in given) if given else ""), tuple(given.values())
+def where(before: float | None = None, **wanted: object) -> tuple[str, list[object]]:
+    """The condition that columns have these values, and were created before that time, as far as they are given; and its values."""
+    given = {f"{name} = ?": value for name, value in wanted.items()} | {"created < ?": before}
+    given = {term: value for term, value in given.items() if value is not None}
+    return f" WHERE {' AND '.join(('1', *given))}", list(given.values())
 
 
 def named(*parts: str | bytes) -> bytes:

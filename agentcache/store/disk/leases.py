@@ -67,7 +67,6 @@ class Leases:
         return False
 
     def is_awaited(self, key: bytes, fingerprint: str) -> bool:
-        """Tell whether a process waits for this prefix."""
         sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
         return bool(self._index.database.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
 
@@ -88,7 +87,6 @@ class Leases:
             self._index.database.write(lambda connection: connection.execute(sql, (key, fingerprint, self._process)))
 
     def close(self) -> None:
-        """Give back all of them now."""
         for prefix in tuple(self._held):
             self._release(*prefix)
 
@@ -101,7 +99,6 @@ class Leases:
             self._index.database.write(lambda connection: connection.execute(TAKE, values), brief=True)
 
     def stop_waiting(self, key: bytes, fingerprint: str) -> None:
-        """Wait no longer."""
         self._after(lambda: self._give_back(_waited(key), fingerprint))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -164,6 +166,13 @@ def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     except (ValueError, RecursionError):
         raise BlobError(f"row {record[0]!r} of the index is damaged") from None
     return Row(*values)
+
+
+def readable(folder: Folder, records: Iterable[tuple[Any, ...]]) -> Iterator[Row]:
+    """Those of these records that are rows; `check` finds the others."""
+    for record in records:
+        with suppress(BlobError):
+            yield decode(folder, record)
 
 
 @functools.lru_cache  # a row is decoded for every page of a prompt

@@ -34,5 +34,5 @@ def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
             room -= size
             if room < 0 and entry.page is not None:
                 entry.page.checkpoints = {at: one for at, one in entry.page.checkpoints.items() if at != slots}
-                tree.eviction.recount(entry)
+                tree.eviction.replace(entry, entry.page)
                 entry.row, entry.thinned = 0, True  # it is offered to the disk again

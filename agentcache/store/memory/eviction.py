@@ -44,29 +44,22 @@ class Eviction:
         self._count(entry, 1)
 
     def remove(self, entry: Entry) -> None:
-        """Count a page no more."""
         self._count(entry, -1)
         del self._order[id(entry)]
 
     def replace(self, entry: Entry, page: Page) -> None:
-        """Give an entry another page."""
+        """Give an entry another page, or one that has other checkpoints than when it was counted."""
         self._count(entry, -1)
         entry.page = page
-        self._count(entry, 1)
-
-    def recount(self, entry: Entry) -> None:
-        """Count a page that has other checkpoints than when it was counted."""
-        self._count(entry, -1)
         self._count(entry, 1)
 
     def touch(self, path: Sequence[Entry]) -> None:
         """Count the pages of a path, root first, and those that it continues, as used now."""
         for entry in reversed(path):  # parents last: the oldest is always a leaf
             self._order.move_to_end(id(entry))
-        above = path[0].parent if path else None
-        while above is not None and above.page is not None:
-            self._order.move_to_end(id(above))
-            above = above.parent
+        for above in path[0].line if path else ():
+            if above.page is not None:  # all but the root
+                self._order.move_to_end(id(above))
 
     def retire(self, path: Sequence[Entry]) -> None:
         """Count pages, root first, as the ones used longest ago."""

@@ -26,7 +26,6 @@ class EvictionLog:
         return len(self._pages)
 
     def add(self, parent: bytes, key: bytes, ids: np.ndarray, fingerprint: str, reason: Reason) -> None:
-        """Remember a dropped page of these tokens."""
         self.discard(key)
         self._pages[key] = (parent, len(ids), fingerprint, reason)
         self._heads[page_key(parent, ids[:HEAD])] = (fingerprint, reason)

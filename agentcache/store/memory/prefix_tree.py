@@ -52,19 +52,9 @@ class PrefixTree:
         return len(self.eviction)
 
     @property
-    def budget_bytes(self) -> int:
-        """Budget of pages on the device."""
-        return self.eviction.budget_bytes
-
-    @property
     def bytes(self) -> int:
         """Bytes of pages on the device."""
         return self.eviction.bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of pages that wait in the computer's own memory, where the device is another one."""
-        return self.eviction.host_bytes
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
@@ -186,7 +176,7 @@ class PrefixTree:
             return {
                 "pages": len(self.eviction),
                 "bytes": self.bytes,
-                "host_bytes": self.host_bytes,
+                "host_bytes": self.eviction.host_bytes,
                 "scopes": len(self._roots),
                 "pins": len(self.pins),
                 "pinned_pages": sum(entry.pins > 0 for entry in self.eviction),
@@ -204,7 +194,7 @@ class PrefixTree:
         The last page may be partly filled; a longer one replaces a shorter. numerics: digests of all kernels that computed them.
         prefix_tokens: length of the stable part of the prompt.
         """
-        if self.budget_bytes == 0 or not len(ids):
+        if self.eviction.budget_bytes == 0 or not len(ids):
             return []
         assert len(pages) == -(-len(ids) // PAGE_TOKENS), f"{len(pages)} pages for {len(ids)} tokens"
         numerics = frozenset([numerics]) if isinstance(numerics, str) else numerics
@@ -260,7 +250,7 @@ class PrefixTree:
         if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:
             entry.page.checkpoints = held | new
             entry.numerics |= numerics | _mixed(entry.first, held, new)
-            self.eviction.recount(entry)
+            self.eviction.replace(entry, entry.page)
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
         """Give an entry without children more or fewer tokens."""
@@ -280,9 +270,8 @@ class PrefixTree:
         with self.lock:
             path, _ = self._walk(scope, ids, len(ids))
             for entry, start in zip(path, range(0, len(ids), PAGE_TOKENS), strict=False):
-                if id(entry.page) not in own or start + len(entry.ids) <= since:
-                    continue
-                return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
+                if id(entry.page) in own and start + len(entry.ids) > since:
+                    return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
         return []
 
     def akin(self, scope: Scope) -> list[Scope]:
@@ -311,16 +300,15 @@ class PrefixTree:
         Of one tool group: what others have pinned stays, and no more of a page than they have.
         """
         with self.lock:
-            pages, size = len(self), self.bytes + self.host_bytes
+            pages, size = len(self), self.bytes + self.eviction.host_bytes
             for entry in [entry for entry in self.eviction if deletion.takes(entry)]:
                 kept = self.pins.tokens(entry) if deletion.group is not None else 0
                 if entry.page is not None and kept < len(entry.ids):
                     self._shorten(entry, kept, Reason.DELETED)
             self.pins.release_evicted()
-            return pages - len(self), size - self.bytes - self.host_bytes
+            return pages - len(self), size - self.bytes - self.eviction.host_bytes
 
     def pinned(self) -> list[tuple[PinName, list[Entry]]]:
-        """The pages of each pinned prefix, under its name."""
         with self.lock:
             return self.pins.paths
 
@@ -328,9 +316,7 @@ class PrefixTree:
         """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
         if not kept:
             return self._drop_tree(entry, reason)
-        gone: list[Key] = []
-        for child in list(entry.children.values()):
-            gone += self._drop_tree(child, reason)
+        gone = [key for child in list(entry.children.values()) for key in self._drop_tree(child, reason)]
         assert entry.parent is not None
         ids = entry.ids[:kept]
         if page_key(entry.parent.key, ids) in entry.parent.children:

@@ -83,13 +83,13 @@ def test_the_longest_exact_prefix_under_eviction_and_pins(seed: int, room: int) 
         assert (found.missed == Reason.LAST_TOKEN) == (best == len(ids) - 1)
         check_store(store)
         audit = store.audit()
-        assert audit["bytes"] <= store.budget_bytes or audit["pages"] == audit["pinned_pages"]
+        assert audit["bytes"] <= store.eviction.budget_bytes or audit["pages"] == audit["pinned_pages"]
         for group in pinned:
             assert store.match(HERE, as_ids([*group, 9]), peek=True).tokens == len(group), "a pinned page was evicted"
     for group in pinned:
         store.release_pin(HERE.pin_name(as_ids(group)))
     assert store.audit()["pinned_pages"] == 0
-    assert store.bytes <= store.budget_bytes
+    assert store.bytes <= store.eviction.budget_bytes
     store.clear()
     assert {name: count for name, count in store.audit().items() if count and name != "evictions"} == {}
 
