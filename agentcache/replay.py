@@ -25,7 +25,7 @@ from .calibration import Calibration
 from .divergence import divergence
 from .engine import Engine
 from .errors import AgentCacheError, ConfigError, shown
-from .layout.tokenise import common_ids
+from .layout.tokenise import common_length
 from .lint.provider_formats import ProviderFormats
 from .lint.sources import open_values
 from .lint.templated import openai_tool, plain_message
@@ -168,7 +168,7 @@ class Replay:
     def _why(self, request: Request, off: _Answer, answer: _Answer, out: Outcome) -> tuple[str, str] | None:
         """Reason and detail of a difference, None if there is none."""
         receipt, ids, wanted = answer.completion.receipt, answer.completion.ids, off.completion.ids
-        equal = common_ids(ids, wanted)
+        equal = common_length(ids, wanted)
         if receipt.precision != "exact":
             if receipt.segments:
                 pairs = list(zip(off.logits, answer.logits, strict=False))[: equal + 1]

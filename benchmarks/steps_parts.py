@@ -23,7 +23,7 @@ from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.checkpoints import CHECKPOINT_TOKENS
 from agentcache.errors import CancelledError
 from agentcache.kv import Sequence
-from agentcache.layout.tokenise import common_ids
+from agentcache.layout.tokenise import common_length
 from agentcache.runner import Work
 from agentcache.store.keys import as_ids
 from agentcache.types import Message
@@ -57,7 +57,7 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
     history = [*opening, answer.message]
     steps = [_fitted(engine, history, tools, number + 1, LATER_TOKENS) for number in range(repeats + 1)]
     prompts = [list(engine.renderer.render(step, tools, namespace=namespace).ids) for step in steps]
-    known = common_ids(prompts[0], prompts[1])  # the step before, and what the template writes between turns
+    known = common_length(prompts[0], prompts[1])  # the step before, and what the template writes between turns
     assert known >= answer.receipt.prompt_tokens, f"only {known} tokens are shared with the step before"
     recurrent = engine.model.spec is not None and engine.model.spec.recurrent
     again = 2 * CHECKPOINT_TOKENS if recurrent else 1  # tokens after the last checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..engine import Engine
 from ..errors import ConfigError
-from ..layout.tokenise import common_ids
+from ..layout.tokenise import common_length
 from ..store.tool_group import ToolGroup
 from . import baselines, catalog, engine_timing
 from .environment import Keep, Samples, Say, watch
@@ -71,7 +71,7 @@ def prepare(engine: Engine, count: int, options: Options, stock: Any = None) -> 
         return None
     namespace = f"tools-{count}"
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
-    prefix = common_ids(prompts[0], prompts[1])
+    prefix = common_length(prompts[0], prompts[1])
     if engine.model.spec is not None and engine.model.spec.recurrent:  # turns go on from the group's checkpoint
         prefix = group.prefix_tokens
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"

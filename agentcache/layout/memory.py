@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..namespace_lru import Covering, NamespaceLRU
 from .canonical import Turn
-from .tokenise import EMPTY, Encoded, common_chars
+from .tokenise import EMPTY, Encoded, common_length
 
 ENTRIES = 256  # renderings per namespace: some more than agents that plausibly alternate on one device
 CHARS = 16_000_000  # of all renderings: at about 5 bytes per character (text, ids, ends as shared ints) some 100-250 MB at most
@@ -80,7 +80,7 @@ class Memory:
         for record in reversed(known):
             if len(record.text) <= most or record.text[most // 2 : most + 1] != text[most // 2 : most + 1]:
                 continue  # cannot share more than the best so far
-            shared = usable(record, common_chars(record.text, text), valid)
+            shared = usable(record, common_length(record.text, text), valid)
             if shared > most:
                 best, most = record, shared
             if most == len(text):

@@ -10,7 +10,7 @@ from ..types import Layout, Message, Span
 from .plain import field
 from .request import Rendered
 from .template import SENTINEL
-from .tokenise import common_ids
+from .tokenise import common_length
 
 Turn = Message | Mapping[str, Any]
 Render = Callable[[Sequence[Turn], bool], Layout]  # the messages, and whether an answer is asked for
@@ -26,7 +26,7 @@ def opening(messages: Sequence[Turn], render: Render) -> Layout:
         name = field(calls[0], "id") if calls else None
         behind = [Message("tool" if calls else "user", text, tool_call_id=name) for text in (SENTINEL, SENTINEL[::-1])]
         asked, continued = (render([*messages, one], True) for one in behind)
-    return cut(asked, common_ids(asked.ids, continued.ids))
+    return cut(asked, common_length(asked.ids, continued.ids))
 
 
 def cut(whole: Layout, size: int) -> Layout:

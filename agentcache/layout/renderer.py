@@ -26,7 +26,7 @@ from .plain import VOLATILE, check_list, field, is_system
 from .request import Options, Rendered, Request, Requests
 from .spans import Frame
 from .template import SENTINEL, Template
-from .tokenise import Encoded, Encoder, common_chars, common_ids
+from .tokenise import Encoded, Encoder, common_length
 
 if TYPE_CHECKING:
     from .declared import Declarations
@@ -307,7 +307,7 @@ class Renderer:
     def _prefix_tokens(self, ids: list[int], request: Request) -> tuple[int, int]:
         """(how many of these ids are the stable prefix, characters tokenised to find out)."""
         before, spent = self._prefix_of(request)
-        return len(before) if ids[: len(before)] == before else common_ids(ids, before), spent
+        return len(before) if ids[: len(before)] == before else common_length(ids, before), spent
 
     def _prefix_of(self, request: Request) -> tuple[list[int], int]:
         leading, namespace = request.turns[:1] if request.turns[0].data["role"] == "system" else [], request.options.namespace
@@ -326,6 +326,6 @@ class Renderer:
         known, spent = self._encode(namespace, texts[0])
         ids = known.ids
         for text in texts[1:]:
-            other, more = self._encoder.resume(known, common_chars(known.text, text), text)
-            ids, spent = ids[: common_ids(ids, other.ids)], spent + more
+            other, more = self._encoder.resume(known, common_length(known.text, text), text)
+            ids, spent = ids[: common_length(ids, other.ids)], spent + more
         return ids, spent

@@ -25,7 +25,7 @@ from .declared import Declared, Piece
 from .plain import field
 from .request import Rendered
 from .spans import overlaid
-from .tokenise import Place, common_chars, common_ids
+from .tokenise import Place, common_length
 
 NO_FORM = "the chat template shows no system text behind the last message; allow_demote=True lets a user message say it"
 NO_TAIL = "the chat template shows no text behind the last message without changing what stands before it"
@@ -75,7 +75,7 @@ def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions,
             except TemplateError:
                 continue
             stop = _end(base.text, full.text, pieces, fixed)
-            if common_chars(base.text, full.text) >= fixed and stop is not None:
+            if common_length(base.text, full.text) >= fixed and stop is not None:
                 return _result(base, full, pieces, form, options, stop)
     return None
 
@@ -144,7 +144,7 @@ def _end(base: str, text: str, pieces: Sequence[Piece], start: int) -> int | Non
 
 
 def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form, options: LayoutOptions, stop: int) -> Rendered:
-    shared = common_ids(base.ids, full.ids)
+    shared = common_length(base.ids, full.ids)
     moves = tuple(
         Move(piece.message, piece.start, piece.stop, piece.by, "turn" if options.keep else "tail", role)
         for piece, role in zip(pieces, form.roles, strict=True)

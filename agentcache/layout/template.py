@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ConfigError, PromptError, TemplateError, shown
 from .plain import Plain
 from .rendering import EndlessError, bounded
-from .tokenise import common_chars
+from .tokenise import common_length
 
 SYSTEM, FIRST, ANSWER, SECOND = "Zsysqa words.", "Zuserqb words?", "Zansqc words.", "Zuserqd words?"
 RESULTS = ("Zresqe", "Zresqf")
@@ -231,7 +231,7 @@ class Template:
         for before, kind in list(headers):  # an assistant turn starts alike, whether it calls a tool or not
             text = headers[before, kind]
             if kind == "call":  # ends somewhere in the markup of the call: keep what all assistant turns share
-                headers[before, kind] = text = text[: common_chars(text, opener)]
+                headers[before, kind] = text = text[: common_length(text, opener)]
             if kind in ("call", "assistant"):
                 headers.setdefault((before, "assistant" if kind == "call" else "call"), text)
         return Shape(headers, closers, generation)
@@ -255,8 +255,8 @@ def tool_step(calls: int, number: int, foreign: bool = False) -> list[Plain]:
 
 def _inserted(shown: str, plain: str, name: str) -> str:
     """The piece of `shown` that holds `name` and that `plain`, rendered without tools, does not have."""
-    head = common_chars(shown, plain)
-    tail = common_chars(shown[head:][::-1], plain[head:][::-1])
+    head = common_length(shown, plain)
+    tail = common_length(shown[head:][::-1], plain[head:][::-1])
     piece = shown[head : len(shown) - tail]
     for word in (SYSTEM, FIRST):
         if word not in piece:
@@ -266,7 +266,7 @@ def _inserted(shown: str, plain: str, name: str) -> str:
             piece = before
         else:
             _, _, rest = plain.partition(word)
-            piece = after[common_chars(after, rest) :]
+            piece = after[common_length(after, rest) :]
     return piece if name in piece else ""
 
 
@@ -274,7 +274,7 @@ def _shared_start(headers: Mapping[tuple[str, str], str]) -> str:
     """The common start of user and assistant turns, as "<|im_start|>"; "" if not known."""
     users = [text for (_, kind), text in headers.items() if kind == "user"]
     others = [text for (before, kind), text in headers.items() if before == "user" and kind in ("assistant", "call")]
-    start = users[0][: common_chars(users[0], others[0])] if users and others else ""
+    start = users[0][: common_length(users[0], others[0])] if users and others else ""
     return start if len(start.strip()) > 1 else ""
 
 
@@ -300,7 +300,7 @@ def _learn(
         if kind == "system" and 0 <= joint.find(FIRST) < at:
             continue  # glued to a later message
         part = parts[index - 1] if index else None
-        boundary = -1 if part is None else common_chars(joint, part)
+        boundary = -1 if part is None else common_length(joint, part)
         if opener and not end <= boundary <= at:
             boundary = joint.find(opener, end, at)
         if end <= boundary <= at and joint[boundary:at].strip():

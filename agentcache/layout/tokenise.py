@@ -75,7 +75,7 @@ class Encoded:
 EMPTY = Encoded("", [], [])
 
 
-def common_chars(one: Sequence[object], other: Sequence[object]) -> int:
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Length of the common prefix of two texts, or lists of one type, by bisection over slices, which are compared in C."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
@@ -89,9 +89,6 @@ def common_chars(one: Sequence[object], other: Sequence[object]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
     return low
-
-
-common_ids = common_chars
 
 
 def in_transformers_form(tokenizer: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ..layout.tokenise import common_ids
+from ..layout.tokenise import common_length
 from .history import Turned, similar, speaks_of_summary, turned
 from .texts import causes, parsed, window
 from .values import Cause, Change, Request, Said, Shown
@@ -29,7 +29,7 @@ def who(said: Said) -> str:
 
 def _system(was: Request, now: Request, history: Turned | None) -> list[Change]:
     old, new = was.system, now.system
-    at = common_ids([said.content for said in old], [said.content for said in new])
+    at = common_length([said.content for said in old], [said.content for said in new])
     if at == len(old) == len(new):
         return []
     name, cut = "system" if at == 0 else f"system message {at}", history is not None and history.cause in (Cause.TRUNCATED, Cause.SUMMARY)
@@ -59,7 +59,7 @@ def _system_text(was: str, now: str) -> tuple[Cause, str]:
 
 
 def _tools(was: Sequence[Shown], now: Sequence[Shown]) -> list[Change]:
-    at = common_ids([tool.text for tool in was], [tool.text for tool in now])
+    at = common_length([tool.text for tool in was], [tool.text for tool in now])
     if at == len(was) == len(now):
         return []
     old, new = [tool.name for tool in was], [tool.name for tool in now]
@@ -118,7 +118,7 @@ def _prompts(was: str, now: str) -> list[Change]:
     if now.startswith(was) or was.startswith(now):
         return []
     old, new = was.split("\n"), now.split("\n")
-    at = common_ids(old, new)
+    at = common_length(old, new)
     if at == len(old) - 1 and at < len(new) and new[at].startswith(old[at].rstrip()):
         return [Change(Cause.EDITED, "prompt", f"line {at + 1}", "white space at the end of the previous prompt was not kept")]
     cause, detail = _lines(old[at:], new[at:], at < len(old) / 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..layout.tokenise import common_chars
+from ..layout.tokenise import common_length
 from .compare import compare
 from .render import Parting, Prompt, again, parting, shared_start
 from .templated import Tokens, own_fault
@@ -58,7 +58,7 @@ def _pattern(was: Request, now: Request, cause: Cause) -> str:
     """A pattern that finds the first changed span of the system text again."""
     for one, other in zip(was.system, now.system):
         if one.content != other.content:
-            at = common_chars(one.content, other.content)
+            at = common_length(one.content, other.content)
             if cause in (Cause.CLOCK, Cause.ID, Cause.COUNTER):
                 return pattern(other.content, at, at + 1)
             return line_pattern(other.content, at) if cause is Cause.STATE else ""

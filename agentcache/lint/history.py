@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..layout.tokenise import common_chars, common_ids
+from ..layout.tokenise import common_length
 from .texts import causes, parsed, same_items, shared_end
 from .values import Cause, Said
 from .volatile import masked
@@ -69,7 +69,7 @@ def _meant(arguments: str) -> str:
 
 def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     """The change that keeps `now` from starting with `was`; None if there is none, or if `now` only stops earlier."""
-    first = common_ids(was, now)
+    first = common_length(was, now)
     if first >= len(was) or first >= len(now):
         return None
     old, new = [alike(said) for said in was[first:]], [alike(said) for said in now[first:]]
@@ -118,7 +118,7 @@ def _moved(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> tupl
     best: tuple[bool, int, int, int] | None = None
     for at, key in enumerate(old):
         for found in where.get(key, ())[:MANY]:
-            run = common_ids(old[at:], new[found:])
+            run = common_length(old[at:], new[found:])
             rank = (at + run < len(old), at + found, at, found)
             if best is None or rank < best:
                 best = rank
@@ -200,7 +200,7 @@ def _in_place(was: Sequence[Said], now: Sequence[Said], at: int, front: bool) ->
 def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: bool) -> Turned:
     """Nothing of what stood from here on comes back."""
     same = old[0].role == new[0].role and old[0].role != "assistant"
-    rewritten = same and (similar(old[0].content, new[0].content) or common_chars(old[0].content, new[0].content) >= 12)
+    rewritten = same and (similar(old[0].content, new[0].content) or common_length(old[0].content, new[0].content) >= 12)
     if len(old) == 1 and (rewritten or (same and at)):
         return _text_changed(old[0], new[0], at)
     gone = f"{counted(len(old), 'message')} replaced by {len(new)}"
@@ -220,7 +220,7 @@ def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: boo
 
 def similar(was: str, now: str, share: float = 0.2) -> bool:
     """True if two texts start and end alike for a good part of the shorter."""
-    head = common_chars(was, now)
+    head = common_length(was, now)
     most = min(len(was), len(now))
     return head + shared_end(was, now, most - head) >= share * most
 

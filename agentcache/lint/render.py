@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..layout.tokenise import common_chars, common_ids
+from ..layout.tokenise import common_length
 from .texts import shared_end
 from .values import Request, Said
 
@@ -97,8 +97,8 @@ def parting(now: Prompt, shared: int) -> Parting:
 def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common prefix of two texts or two lists of ids."""
     if isinstance(one, str) and isinstance(other, str):
-        return common_chars(one, other)
-    return common_ids(one, other)
+        return common_length(one, other)
+    return common_length(one, other)
 
 
 def again(was: Prompt, now: Prompt, at: Parting) -> int:
@@ -149,5 +149,5 @@ def _inner(one: str, other: str) -> int:
             continue
         for text, moved in ((one, other), (other, one)):
             if (at := text.find(moved[:size])) > 0:
-                return common_chars(text[at:], moved)
+                return common_length(text[at:], moved)
     return 0

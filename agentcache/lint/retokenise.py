@@ -10,7 +10,7 @@ read from the other side). Where it fails, all text after the change is tokenise
 
 from __future__ import annotations
 
-from ..layout.tokenise import BACK, RUN, Encoded, Encoder, agreement, common_chars
+from ..layout.tokenise import BACK, RUN, Encoded, Encoder, agreement, common_length
 from .texts import shared_end
 
 LEAST = 2_000  # characters after a change that are worth the search
@@ -20,7 +20,7 @@ LAST = 64  # characters at the end of a prompt that the next one may not keep: t
 
 def resumed(encoder: Encoder, known: Encoded, text: str) -> Encoded:
     """`text` encoded, with what `known` has of it."""
-    shared = common_chars(known.text, text)
+    shared = common_length(known.text, text)
     start = _rejoined(encoder, known, text, shared) if known.ends and encoder.merges else None
     if start is not None:
         known, shared = start, len(start.text)

@@ -18,7 +18,7 @@ from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
 from ..layout.spans import Frame
 from ..layout.template import Template
-from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars, in_transformers_form
+from ..layout.tokenise import EMPTY, Encoded, Encoder, common_length, in_transformers_form
 from ..types import Span
 from .render import Prompt
 from .retokenise import resumed
@@ -188,7 +188,7 @@ def openai_tool(tool: Any) -> dict[str, Any]:
 
 def own_fault(was: Tokens, now: Tokens, at: int, messages: tuple[Said, ...]) -> Change:
     """The change where the messages only went on, and the ids did not: the template's or the tokenizer's doing."""
-    char = common_chars(was.encoded.text, now.encoded.text)
+    char = common_length(was.encoded.text, now.encoded.text)
     if char >= was.char(was.stable):
         return _fault(Cause.BOUNDARY, "the same characters are cut into other tokens when more text follows", "tokenizer boundary")
     old_tools, new_tools = _tools_start(was), _tools_start(now)

@@ -14,7 +14,7 @@ from ..layout.plain import Plain
 from ..layout.repairs import applicable
 from ..layout.template import ANSWER, FIRST, SECOND, SYSTEM, TOOL, Template, tool_step
 from ..layout.template_report import report_of
-from ..layout.tokenise import common_chars
+from ..layout.tokenise import common_length
 from .templated import checked, load, read_template
 
 _SYSTEM: Plain = {"role": "system", "content": SYSTEM}
@@ -140,7 +140,7 @@ class _Asking:
         """The share of a prompt with tools that is left when the tools are not sent."""
         messages = [_USER, *tool_step(1, 0)]
         one, two = self._text(messages), self._text(messages, ())
-        share = None if not one or two is None else round(common_chars(one, two) / len(one), 3)
+        share = None if not one or two is None else round(common_length(one, two) / len(one), 3)
         cost = "keep the tools and forbid calls instead" if share is not None and share < 0.9 else ""
         return Probe("kept when tools are switched off", "refused" if share is None else share, None, cost)
 
@@ -156,7 +156,7 @@ class _Asking:
             except PromptError:
                 continue
             if one != two:
-                at, tools = common_chars(one, two), one.find("zprobe_fn")
+                at, tools = common_length(one, two), one.find("zprobe_fn")
                 where = "" if tools < 0 else ", before the tools" if at < tools else ", after the tools"
                 return f"at character {at}{where}{'' if start else ', without a system message'}"
         return "it can tell the time, but did not here"

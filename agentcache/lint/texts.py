@@ -10,7 +10,7 @@ from difflib import Match, SequenceMatcher
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ..layout.tokenise import common_chars
+from ..layout.tokenise import common_length
 from .values import Cause
 from .volatile import Value, kind_of, values
 
@@ -59,7 +59,7 @@ def shared_end(one: str, other: str, most: int) -> int:
 
 def window(was: str, now: str) -> tuple[int, int, int]:
     """(start, stop in `was`, stop in `now`) of what differs, widened to whole values."""
-    head = common_chars(was, now)
+    head = common_length(was, now)
     tail = shared_end(was, now, min(len(was), len(now)) - head)
     start = max(now.rfind("\n", 0, head) + 1, head - WINDOW)
     after = now.find("\n", len(now) - tail)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError, MessageError
-from agentcache.layout.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_chars, in_transformers_form
+from agentcache.layout.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_length, in_transformers_form
 from tests.chat_templates import CORPUS, KINDS, SPECIAL, tokenizer
 
 PIECES = [
@@ -40,7 +40,7 @@ def _long(seed: int, size: int) -> str:
 def test_resume_equals_the_whole(kind: str, shared: str, old: str, new: str) -> None:
     encoder = Encoder(tokenizer(kind))
     known, text = encoder.whole(shared + old), shared + new
-    resumed, spent = encoder.resume(known, common_chars(known.text, text), text)
+    resumed, spent = encoder.resume(known, common_length(known.text, text), text)
     whole = encoder.whole(text)
     assert resumed.ids == whole.ids
     assert resumed.ends == whole.ends
@@ -94,10 +94,10 @@ def test_ids_behind_a_splice_are_kept() -> None:
 
 
 @given(one=st.text(alphabet="ab", max_size=300), other=st.text(alphabet="ab", max_size=300), shared=st.text(alphabet="ab", max_size=300))
-def test_common_chars(one: str, other: str, shared: str) -> None:
+def test_common_length(one: str, other: str, shared: str) -> None:
     one, other = shared + one, shared + other
     expected = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    assert common_chars(one, other) == expected
+    assert common_length(one, other) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
