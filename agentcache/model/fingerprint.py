@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -149,18 +149,35 @@ class Fingerprint:
                 return
             if token is None or token.edited_silently():
                 self._forget()
-            with ThreadPoolExecutor(1, "agentcache-hash") as hasher:  # a thread that forked left its OpenMP team in the parent
-                for _ in range(TRIES):
-                    token = hasher.submit(self._hash).result()
-                    if not token.moved() and not token.edited():
-                        self.token = token
-                        return
+            for _ in range(TRIES):
+                token = self._hashed()
+                if not token.moved() and not token.edited():
+                    self.token = token
+                    return
             self.token, self._layers, self.known = None, (), ""
             self.refusal = f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed"
 
     def _forget(self) -> None:
         self._digests.clear()
         linear_library.forget()
+
+    def _hashed(self) -> StateToken:
+        """_hash() on a new thread: one that forked left its OpenMP team in the parent. A pool takes none once the main thread has ended."""
+        hashed: Future[StateToken] = Future()
+
+        def run() -> None:
+            try:
+                hashed.set_result(self._hash())
+            except BaseException as error:  # noqa: BLE001
+                hashed.set_exception(error)
+
+        hasher = threading.Thread(target=run, name="agentcache-hash")
+        hasher.start()
+        try:
+            return hashed.result()
+        finally:
+            hasher.join()
+            hashed = None  # type: ignore[assignment]  # the traceback of its error leads to it
 
     def _hash(self) -> StateToken:
         try:
