@@ -207,17 +207,9 @@ class Fingerprint:
 
     def _base(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
-        parts = [
-            REVISION,
-            type(self._model).__qualname__,
-            _relevant(self._model.config),
-            behaviour.everywhere(self._names),
-            transformers.__version__,
-            torch.__version__,
-            *self._kernels,
-            next(self._model.parameters()).device.type,
-            str(self._model.dtype),
-        ]
+        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.everywhere(self._names)]
+        parts += [transformers.__version__, torch.__version__, *self._kernels]
+        parts += [next(self._model.parameters()).device.type, str(self._model.dtype)]
         return "\0".join(parts)
 
     def _absorb(self, running: Any, modules: Iterable[tuple[str, torch.nn.Module]], skip: frozenset[int] = frozenset()) -> None:
