@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import gc
 import random
 import threading
@@ -219,6 +220,13 @@ def test_a_callback_that_fails_ends_its_own_request_only() -> None:
         seen: list[tuple[int, int]] = []
         done = running.generate(chat(long_text(50)), sampling=decode(1), on_progress=lambda *p: seen.append(p)).receipt
         assert seen[-1] == (done.prompt_tokens, done.prompt_tokens)
+
+
+def test_requests_once_the_main_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads go on then, and pools take no work any more."""
+    with engine() as running:
+        monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+        assert len(running.generate(chat("x"), sampling=decode(4)).ids) == 4
 
 
 def test_an_interrupted_reader_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -149,18 +149,35 @@ class Fingerprint:
                 return
             if token is None or token.edited_silently():
                 self._forget()
-            with ThreadPoolExecutor(1, "agentcache-hash") as hasher:  # a thread that forked left its OpenMP team in the parent
-                for _ in range(TRIES):
-                    token = hasher.submit(self._hash).result()
-                    if not token.moved() and not token.edited():
-                        self.token = token
-                        return
+            for _ in range(TRIES):
+                token = self._hashed()
+                if not token.moved() and not token.edited():
+                    self.token = token
+                    return
             self.token, self._layers, self.known = None, (), ""
             self.refusal = f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed"
 
     def _forget(self) -> None:
         self._digests.clear()
         linear_library.forget()
+
+    def _hashed(self) -> StateToken:
+        """_hash() on a new thread: one that forked left its OpenMP team in the parent. A pool takes none once the main thread has ended."""
+        hashed: Future[StateToken] = Future()
+
+        def run() -> None:
+            try:
+                hashed.set_result(self._hash())
+            except BaseException as error:  # noqa: BLE001
+                hashed.set_exception(error)
+
+        hasher = threading.Thread(target=run, name="agentcache-hash")
+        hasher.start()
+        try:
+            return hashed.result()
+        finally:
+            hasher.join()
+            hashed = None  # type: ignore[assignment]  # the traceback of its error leads to it
 
     def _hash(self) -> StateToken:
         try:
@@ -190,17 +207,9 @@ class Fingerprint:
 
     def _base(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
-        parts = [
-            REVISION,
-            type(self._model).__qualname__,
-            _relevant(self._model.config),
-            behaviour.everywhere(self._names),
-            transformers.__version__,
-            torch.__version__,
-            *self._kernels,
-            next(self._model.parameters()).device.type,
-            str(self._model.dtype),
-        ]
+        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.everywhere(self._names)]
+        parts += [transformers.__version__, torch.__version__, *self._kernels]
+        parts += [next(self._model.parameters()).device.type, str(self._model.dtype)]
         return "\0".join(parts)
 
     def _absorb(self, running: Any, modules: Iterable[tuple[str, torch.nn.Module]], skip: frozenset[int] = frozenset()) -> None:
