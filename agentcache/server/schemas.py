@@ -14,7 +14,7 @@ from .errors import refused
 Text = Annotated[str, Field(max_length=64 << 20)]
 Messages = Annotated[list[dict[str, Any]], Field(examples=[[{"role": "user", "content": "When is high water?"}]])]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-TOKENS = 1024  # of an answer that names no bound
+TOKENS = 1 << 31  # of an answer that names no bound: as many as the context has room for, as OpenAI's and vLLM's servers have it
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these values only
     "n": (1,),
     "best_of": (1,),

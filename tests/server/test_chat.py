@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache.server.schemas import ChatBody
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
@@ -23,6 +24,13 @@ def events(text: str) -> list[tuple[str, Any]]:
         if "data" in lines:
             found.append((lines.get("event", ""), lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])))
     return found
+
+
+def test_an_answer_that_names_no_bound_has_all_the_room(served: Served) -> None:
+    assert ChatBody(messages=ASKED).sampling(None, None, None).max_tokens > 1 << 30
+    with served.client() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": [*ASKED[:1], {"role": "user", "content": "Hi"}]}).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "tide"}}])
