@@ -16,6 +16,7 @@ def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, length: int,
     values = torch.full((length, 2), highest, dtype=dtype)[:, 0]  # strided; their sum would be infinite
     values[::2] = -highest
     assert finite(values)
+    assert finite(values[:0])
     for at in {0, length // 2, length - 1}:
         spoilt = values.clone()
         spoilt[at] = wrong

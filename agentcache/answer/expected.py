@@ -30,6 +30,8 @@ _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
+    """Form of a completion."""
+
     template: ResponseTemplate
     begun: str  # what of the answer the prompt begins
     # tools and their names, as they were rendered

@@ -32,6 +32,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
+    """A part of a completion."""
+
     kind: Kind
     open: Mark | None  # None: wherever no other region is
     close: Mark | None  # None: where the completion ends, or the JSON of a call

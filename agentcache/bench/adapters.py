@@ -28,6 +28,8 @@ ANSWER = 8  # tokens of each answer of the round robin
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Sizes of a run."""
+
     tools: int
     tail: int
     rank: int

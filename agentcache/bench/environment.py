@@ -69,6 +69,7 @@ class Samples:
 
     @property
     def repeats(self) -> dict[str, int]:
+        """The number of values of each median."""
         return {name: len(values) for name, values in self.values.items()}
 
     def report(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ TIE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05}  # logits closer may s
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Settings of a run."""
+
     tools: tuple[int, ...] = (5, 10, 20, 50, 100)  # numbers of tools
     tail: int = 70  # tokens after the prefix
     repeats: int = 9  # values of a median

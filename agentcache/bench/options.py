@@ -32,6 +32,8 @@ class Shape(str, Enum):
 
 
 class Dtype(str, Enum):
+    """Types of weights and KV."""
+
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
@@ -128,6 +130,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
+    """Words with commas between."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

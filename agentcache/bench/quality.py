@@ -39,6 +39,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Parts of a run."""
+
     tools: Sequence[int] = (5, 20, 50)
     splits: Sequence[str] = SPLITS
     count: int = 200  # requests of a split and a number of tools
@@ -179,6 +181,7 @@ def share(row: Mapping[str, Any], name: str) -> str:
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
+    """n and the figures of a row."""
     return [str(row["n"]), *(share(row, name) for name in FIGURES)]
 
 

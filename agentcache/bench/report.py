@@ -95,6 +95,7 @@ def latency_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def react_table(families: Mapping[str, Row]) -> Table:
+    """One line per family of episodes."""
     columns: dict[str, Cell] = {"family": lambda row: str(row["family"])}
     columns |= {name: of(f"{name}_tokens") for name in ("prompt", "computed")} | {"calls": of("calls"), "skipped": of("skipped_calls")}
     columns |= {"stock ms": of("stock_ms"), "off ms": of("off_ms"), "ms": of("ms")}

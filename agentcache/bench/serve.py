@@ -52,6 +52,8 @@ Ask = Callable[[Call], Awaitable[Told]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Measurements to make."""
+
     agents: tuple[int, ...]  # how many agents at once, one measurement each
     max_tokens: int  # of an answer
     transformers_dtype: str | None  # the type that transformers serve loads the weights in

@@ -23,6 +23,8 @@ START_S = 300.0
 
 @dataclass(frozen=True)
 class Served:
+    """A running server."""
+
     url: str  # where it listens
     process: psutil.Process
 

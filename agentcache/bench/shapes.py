@@ -79,6 +79,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def config(name: str) -> Any:
+    """The transformers config of a named shape."""
     from transformers import AutoConfig
 
     if name not in SHAPES:
@@ -89,6 +90,7 @@ def config(name: str) -> Any:
 
 
 def dtype_of(name: str) -> Any:
+    """A torch dtype by name."""
     import torch
 
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -35,6 +35,7 @@ def spec_of(shape: str, dtype: str) -> KVSpec:
 
 
 def pages_of(spec: KVSpec, tokens: int) -> list[Page]:
+    """Pages of random numbers."""
     pages = []
     for start in range(0, tokens, PAGE_TOKENS):
         page = Page(spec)
@@ -79,6 +80,7 @@ def raw_ms(paths: Sequence[Path], buffer: bytearray) -> float:
 
 
 def ms(run: Callable[[], Any]) -> float:
+    """Milliseconds that a call takes."""
     began = time.perf_counter()
     run()
     return (time.perf_counter() - began) * 1e3
@@ -99,6 +101,7 @@ class Files:
 
     @property
     def bytes(self) -> int:
+        """Sum over the pages' blobs."""
         return sum(row.bytes for row in self.rows)
 
     def close(self) -> None:

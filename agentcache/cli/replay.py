@@ -15,6 +15,8 @@ from .store import JsonOption, PolicyOption, count, named_adapter
 
 
 class Against(str, Enum):
+    """References of a replay."""
+
     off = "off"
     recorded = "recorded"
 

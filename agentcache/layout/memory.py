@@ -88,7 +88,7 @@ class Memory:
         return best, most
 
     def keep(self, namespace: str, encoded: Encoded) -> None:
-        """Remembers a rendering, but a slow tokenizer's; the least recently kept ones go when a bound is reached."""
+        """Remembers a rendering whose tokens have offsets; the least recently kept ones go when a bound is reached."""
         if not encoded.ends:
             return
         splices = b"".join(splice.key for splice in encoded.splices)

@@ -33,6 +33,8 @@ def bounded(render: Callable[[], Made]) -> Made:
 
 
 class Rendering(threading.Thread, Generic[Made]):
+    """render() on its own thread."""
+
     def __init__(self, render: Callable[[], Made]) -> None:
         super().__init__(name="agentcache-template", daemon=True)
         self._render = render

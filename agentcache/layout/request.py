@@ -60,6 +60,8 @@ class ToolList:
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """Messages and tools to render."""
+
     turns: list[Turn]
     tools: ToolList
     notes: list[str]  # differences from stock, in words

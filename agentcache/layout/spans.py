@@ -87,7 +87,7 @@ class Frame:
         return tuple(replace(part, start=start, stop=stop) for part, start, stop in shown if stop > start)
 
     def _parts(self, size: int) -> list[Span]:
-        """The same in characters."""
+        """The spans in characters."""
         first = self._turns[0] if self._turns else None
         leading = first.source if first and first.data["role"] == "system" and self.places[0].start is not None else None
         marks: list[tuple[int, SpanKind, int | None]] = [(0, "system", leading)]

@@ -35,6 +35,7 @@ class Words(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> Words:
+        """Words of one request."""
         found = set(_WORD.findall(" ".join(said.content for said in request.history)))
         common = set(_WORD.findall(" ".join(said.content for said in request.system)))
         naming = {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
@@ -48,11 +49,14 @@ class Words(NamedTuple):
 
 
 def share(words: set[str], known: set[str]) -> float:
+    """The share of the words that is known."""
     return len(words & known) / max(1, len(words))
 
 
 @dataclass
 class Conversation:
+    """An open conversation."""
+
     name: str
     last: Request  # its newest request
     # the log has its beginning, or two requests of it that go on from each other, and so may have the next one too
@@ -75,6 +79,7 @@ class Conversation:
 
     @cached_property
     def words(self) -> Words:
+        """The words of the newest request."""
         return Words.of(self.last)
 
 

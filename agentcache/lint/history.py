@@ -226,4 +226,5 @@ def similar(was: str, now: str, share: float = 0.2) -> bool:
 
 
 def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -46,6 +46,7 @@ class OpenConversations:
 
     @property
     def chars(self) -> int:
+        """Number of characters of the last prompts."""
         return sum(len(prompt.encoded.text) for prompt in self._prompts.values())
 
     def add(self, layout: Rendered) -> Pair | None:

@@ -30,6 +30,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
+        """The prompt as text."""
         return "".join(self.parts)
 
     @property

@@ -24,6 +24,8 @@ APPLICATIONS = 256  # with the first request of the newest conversation, for `ac
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Settings of lint."""
+
     tools_first: bool | None = None  # None: the provider's known order
     tokenizer: Loaded | None = None
     transcripts: bool = False
@@ -77,6 +79,7 @@ class Report:
         return out
 
     def as_dict(self) -> dict[str, Any]:
+        """For programs: findings, hazards, problems and totals."""
         return {
             "source": self.source,
             "findings": [asdict(finding, dict_factory=_plain) for finding in self.findings],

@@ -19,6 +19,8 @@ REUSED, AGAIN, NEW = "green", "red", "bright_black"
 
 
 class Most(NamedTuple):
+    """Limits of what is shown."""
+
     steps: int  # of one conversation
     conversations: int  # the costliest first
     findings: int  # of each cause

@@ -75,6 +75,8 @@ def checked(source: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Prompt):
+    """A prompt in ids."""
+
     unit: int = 1
     encoded: Encoded = field(default=EMPTY, repr=False)  # ids, text, and where tokens end
     spans: tuple[Span, ...] = ()  # one for each part
@@ -94,9 +96,11 @@ class Tokens(Prompt):
         return len(self.encoded.ids) - self.generation
 
     def span_at(self, token: int) -> Span | None:
+        """The span in which a token stands."""
         return next((span for span in self.spans if span.start <= token < span.stop), None)
 
     def char(self, at: int) -> int:
+        """The character at which a token starts."""
         return self.encoded.ends[at - 1] if 0 < at <= len(self.encoded.ends) else 0
 
 

@@ -68,6 +68,7 @@ def window(was: str, now: str) -> tuple[int, int, int]:
 
 
 def pieces(was: str, now: str, in_system: bool = False) -> list[Piece]:
+    """The changed pieces, in order."""
     start, was_stop, now_stop = window(was, now)
     before, after = values(was[start:was_stop]), values(now[start:now_stop])
     if max(len(before), len(after)) > MOST:

@@ -72,6 +72,8 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """One request."""
+
     number: int  # from 1 in its source
     line: int
     track: str | None  # its conversation, if the source names it

@@ -214,6 +214,7 @@ async def _cancel_after(wait: Callable[[], Awaitable[Any]], scope: CancelScope) 
 
 
 def sse(data: Any, event: str | None = None) -> str:
+    """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data if isinstance(data, str) else _compact(data)}\n\n"
 

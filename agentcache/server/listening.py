@@ -19,6 +19,7 @@ class EndingServer(uvicorn.Server):
         self._closing = closing
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal, on the loop's thread."""
         self._closing.set()
         super().handle_exit(sig, frame)
 

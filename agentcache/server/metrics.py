@@ -10,6 +10,7 @@ from .tenants import Tenants
 
 
 def registry(models: ServedModels, tenants: Tenants) -> CollectorRegistry:
+    """The registry of one server."""
     made = CollectorRegistry()
     made.register(EngineCollector(lambda: models.engines))  # type: ignore[arg-type]
     running = Gauge("agentcache_running_requests", "Requests that run now", registry=made)

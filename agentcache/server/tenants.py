@@ -77,6 +77,7 @@ class Tenants:
 
     @property
     def asks_for_keys(self) -> bool:
+        """Tell whether a key is needed."""
         return self._keys is not None
 
     def of(self, authorization: str | None, key: str | None = None) -> Tenant:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
+    """A deletion on purpose."""
+
     namespace: str | None = None  # None: all
     before: float | None = None  # only pages made earlier, by time.time(); None: all
     forced: bool = True  # pinned pages too
@@ -48,6 +50,7 @@ class Deletion:
         return bool(self.group) and scope.precision not in get_args(Precision) and scope.namespace == self.namespace
 
     def names(self, namespace: str, name: str) -> bool:
+        """Tell whether it is about the tool group of this name."""
         return self.group == name and self.namespace == namespace
 
     def meets(self, scope: Scope, ids: Ids, made: float) -> bool:
@@ -78,7 +81,7 @@ class Deletion:
 
     def reaches(self, entry: Entry) -> bool:
         """Tell whether it is about this page or one that it continues."""
-        return any(map(self.takes, entry.line))
+        return any(map(self.takes, entry.lineage))
 
 
 EVERYTHING = Deletion()  # for who has missed some

@@ -41,7 +41,7 @@ class Entry:
         return -1 if self.parent is None else self.parent.place + 1
 
     @property
-    def line(self) -> Iterator[Entry]:
+    def lineage(self) -> Iterator[Entry]:
         """This page and those that it continues, up to the root of the tree."""
         at: Entry | None = self
         while at is not None:

@@ -40,6 +40,7 @@ def as_ids(ids: Sequence[int]) -> Ids:
 
 
 def page_key(parent: bytes, ids: np.ndarray) -> bytes:
+    """Chain hash of one page."""
     return blake3(parent + ids.tobytes()).digest()
 
 
@@ -60,6 +61,7 @@ class Scope:
 
     @property
     def weights(self) -> str:
+        """The fingerprint of the base's weights."""
         return self.fingerprint.partition("+")[0]
 
     @property

@@ -29,6 +29,8 @@ AWAIT = 1.5  # an awaited process may take so many times as long as we would
 
 
 class State(Enum):
+    """State of a prefetch."""
+
     LOOKING = auto()  # the index says what the disk adds to memory
     READING = auto()  # a reading thread fills pages
     AWAITING = auto()  # another process computes the prefix

@@ -109,6 +109,7 @@ class WriteBudget:
         self._at = time.monotonic()
 
     def take(self, count: int) -> bool:
+        """Take `count` bytes out if they are there."""
         now = time.monotonic()
         self.left_bytes = min(self.bytes_per_hour, self.left_bytes + (now - self._at) * self.bytes_per_hour / 3600)
         self._at = now

@@ -45,6 +45,7 @@ class ToolGroup:
 
     @property
     def pages(self) -> int:
+        """Number of pages that hold it."""
         return len(self.page_keys)
 
     @property
@@ -87,9 +88,11 @@ class ToolGroup:
 
     @property
     def scope(self) -> Scope:
+        """Scope of its pages."""
         return Scope(self.namespace, self.fingerprint, self.regime)
 
     def to_json(self) -> str:
+        """Its manifest."""
         recorded = {recorded: getattr(self, name) for name, recorded in MANIFEST.items()}
         return json.dumps(recorded | {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name)}, sort_keys=True)
 

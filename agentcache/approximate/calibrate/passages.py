@@ -91,6 +91,7 @@ def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None
 
 
 def row(way: Way, found: Tally, exact: Tally, n: int) -> Row:
+    """The figures of one way."""
     paired = sum(found.right) - sum(exact.right)
     return {
         "order": way.order,

@@ -65,6 +65,8 @@ def of_passages(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibrati
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
+    """Bounds of a setting."""
+
     kl: float = 0.02  # mean, nats per token
     top1: float = 0.98  # share of equal first choices
     decision: float = 0.0  # share of answers all of whose first choices are equal

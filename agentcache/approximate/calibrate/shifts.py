@@ -65,6 +65,8 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
+    """Selection of shifts and traces."""
+
     workload: Sequence[Path] = ()  # files of traces
     families: Sequence[str] = FAMILIES  # kinds of shifts
     count: int = 4  # cases of a family, at most
@@ -163,6 +165,7 @@ def _tools(call: Call, at: int) -> Iterator[Case]:
 
 
 def changed(tool: Json) -> Json:
+    """The tool described in other words."""
     said = str(tool["function"].get("description") or "")
     return {**tool, "function": {**tool["function"], "description": f"Note: {said} See the manual."}}
 

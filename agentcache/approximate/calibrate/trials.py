@@ -51,6 +51,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
+    """A case made ready."""
+
     case: Case
     namespace: str
     answer: tuple[int, ...]  # ids that all methods are forced to say

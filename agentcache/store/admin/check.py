@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """Damage that the check found."""
+
     kind: str  # index, page, missing, quarantined, orphan, part or deleted
     name: str  # of the file
     why: str

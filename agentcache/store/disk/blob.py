@@ -36,6 +36,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def mac_of(key: bytes, context: bytes, *buffers: bytes | memoryview) -> bytes:
+    """The keyed hash of these bytes in their context."""
     mac = blake3(context, key=key)
     for buffer in buffers:
         mac.update(buffer)

@@ -66,6 +66,7 @@ class Opened:
 
     @classmethod
     def of(cls, folder: Folder, name: str, fd: int) -> Opened:
+        """The file of a descriptor."""
         about = os.fstat(fd)
         path = os.fspath(folder.blobs / name[:2] / f"{name}{WHOLE}")
         return cls(path, (about.st_dev, about.st_ino), about.st_size, (about.st_ctime_ns, about.st_mtime_ns))

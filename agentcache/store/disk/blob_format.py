@@ -64,9 +64,11 @@ class Plan:
     bytes: int  # offset of the end
 
     def at(self, section: int) -> int:
+        """Offset of a section in the file."""
         return self.sections[section]
 
     def size(self, section: int) -> int:
+        """Bytes of a section in the file."""
         return self.sections[section + 1] - self.sections[section]
 
 

@@ -337,6 +337,7 @@ def _busy(error: sqlite3.Error) -> bool:
 
 
 def corrupt(path: Path, why: str) -> StoreCorruptError:
+    """The error that says so, and the way out."""
     return StoreCorruptError(f"the index {str(path)!r} is damaged: {why}; `agentcache verify --fix` makes it anew from the pages")
 
 

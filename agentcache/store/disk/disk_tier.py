@@ -280,7 +280,7 @@ class DiskTier:
             return False
         session_rows.end_leases(self.index)
         self.writer.tell_uses()  # else pages used a moment ago may look old
-        above = {entry.row for entry in parent.line}
+        above = {entry.row for entry in parent.lineage}
         room = max(need, min(ROOM * need, budget // 8))
         for _ in range(TRIES):
             blob_files.remove(self.folder, self.index.remove([row.id for row in self.index.victims(used + room - budget, above)]))
@@ -325,6 +325,7 @@ class DiskTier:
         blob_files.remove(self.folder, self.index.promote(held, Role.GROUP))
 
     def holds(self, name: Hashable) -> set[int]:
+        """The rows that are pinned under a name."""
         return {row for held in self._pinned.get(name, ()) for row in held}
 
     def release_pin(self, name: Hashable) -> None:

@@ -99,10 +99,12 @@ class Folder:
 
     @property
     def blobs(self) -> Path:
+        """Folder of the pages."""
         return self.path / "blobs"
 
     @property
     def index(self) -> Path:
+        """The index's file."""
         return self.path / INDEX
 
     @property

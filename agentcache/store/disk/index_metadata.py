@@ -83,6 +83,7 @@ class IndexMetadata:
         return [replace(one, generation=one.generation + self.ahead) for one in found]
 
     def generation(self) -> int:
+        """The number of the last one."""
         return self.database.read(_generation) + self.ahead
 
     # -- pins ------------------------------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class IndexMetadata:
         self._write(release, None)
 
     def pinned(self) -> set[int]:
+        """Pages that running processes hold."""
         return self.database.read(pinned)
 
     def drop_dead_pins(self) -> int:

@@ -67,6 +67,7 @@ class Leases:
         return False
 
     def is_awaited(self, key: bytes, fingerprint: str) -> bool:
+        """Tell whether a process waits for this prefix."""
         sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
         return bool(self._index.database.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
 

@@ -44,6 +44,7 @@ class Eviction:
         self._count(entry, 1)
 
     def remove(self, entry: Entry) -> None:
+        """Count a page no more."""
         self._count(entry, -1)
         del self._order[id(entry)]
 
@@ -57,7 +58,7 @@ class Eviction:
         """Count the pages of a path, root first, and those that it continues, as used now."""
         for entry in reversed(path):  # parents last: the oldest is always a leaf
             self._order.move_to_end(id(entry))
-        for above in path[0].line if path else ():
+        for above in path[0].lineage if path else ():
             if above.page is not None:  # all but the root
                 self._order.move_to_end(id(above))
 

@@ -309,6 +309,7 @@ class PrefixTree:
             return pages - len(self), size - self.bytes - self.eviction.host_bytes
 
     def pinned(self) -> list[tuple[PinName, list[Entry]]]:
+        """The pages of each pinned prefix, under its name."""
         with self.lock:
             return self.pins.paths
 
