@@ -38,21 +38,21 @@ class Passages:
         """Walk along a run from passage to passage: their numbers, and at which token each ends. The run may end in the last one."""
         order: list[int] = []
         ends: list[int] = []
-        at = 0
-        while (found := self._next(run, at, order)) is not None:
-            number, start = found
-            at = min(start + len(self._inner[number]), len(run))
-            order.append(number)
+        at = seam = 0
+        while (start := self._next(run, at, seam, order)) is not None:
+            seam = start - at
+            at = min(start + len(self._inner[order[-1]]), len(run))
             ends.append(at // SIZE)
         return order, ends
 
-    def _next(self, run: bytes, at: int, passed: Sequence[int]) -> tuple[int, int] | None:
-        """The passage that begins here or after a seam, and where."""
-        for start in range(at, min(at + SEAM, len(run) - EDGE + 1), SIZE):
+    def _next(self, run: bytes, at: int, seam: int, order: list[int]) -> int | None:
+        """Find where the next passage begins, mostly behind the same seam as the last one, and add its number to `order`."""
+        for start in (at + seam, *range(at, min(at + SEAM, len(run) - EDGE + 1), SIZE)):
             for number in self._starts.get(run[start : start + EDGE], ()):
                 inner = self._inner[number]
-                if number not in passed and inner.startswith(run[start : start + len(inner)]):
-                    return number, start
+                if number not in order and inner.startswith(run[start : start + len(inner)]):
+                    order.append(number)
+                    return start
         return None
 
 

@@ -144,7 +144,10 @@ class ToolGroups:
         return group
 
     def settle(self, group: ToolGroup) -> None:
-        """Write a group, with the texts that it names now, and leave it to the disk: pinned there, evictable in memory."""
+        """Write a group, with the texts that it names now, and leave it to the disk: pinned there, in memory the first that is evicted.
+
+        So a corpus larger than memory takes no page of the agents that run beside it, but for those of the few packs that are not written.
+        """
         with self._store.deletions.lock:
             if (group.namespace, group.name) not in self._held:  # forgotten since it was computed
                 return
@@ -153,7 +156,7 @@ class ToolGroups:
             return
         if not self._store.flush():
             raise StoreFullError(f"{group.name!r} was not written: {self._store.disk.writer.failure or 'the disk does not take it'}")
-        self._store.tree.release_pin((group.scope, group.tip))
+        self._store.tree.release_pin((group.scope, group.tip), first=True)
 
     @contextmanager
     def renewing(self) -> Iterator[None]:

@@ -142,6 +142,18 @@ def test_learnt_texts_need_no_memory_once_they_are_written(tmp_path: Path) -> No
         assert len(running.documents()) == len(TEXTS)
 
 
+def test_a_corpus_larger_than_memory_leaves_agents_their_pages(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as running:
+        assert running.model.spec is not None
+        running.store.tree.eviction.budget_bytes = 6 * running.model.spec.page_bytes
+        asked = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Where is the lamp?"}]
+        running.generate(asked, sampling=SHORT)
+        kept = running.probe(asked).memory_tokens
+        running.learn(TEXTS, pack_tokens=1)
+        assert running.probe(asked).memory_tokens == kept > 0
+        assert len(running.store) > 3, "what has room stays"
+
+
 @pytest.mark.parametrize(("room", "ahead"), [(8, 2), (4, 1), (3, 0)])
 def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, ahead: int) -> None:
     with engine(store=tmp_path) as running:

@@ -127,7 +127,7 @@ def test_a_poisoned_page_on_disk_is_red(file: Callable[..., Path], tmp_path: Pat
     path, store = file(recorded(*QUESTIONS)), tmp_path / "store"
     code, said = cli(str(path), "--store", str(store), "--max-tokens", "4", "--json")
     assert (code, json.loads(said)["difference"]) == (0, None)
-    tamper(StoreOptions(store), lambda page: page.layer_values[-1][0, 7, 0].add_(1))
+    tamper(StoreOptions(store), lambda page: page.layer_values[-1][0, 7, 0].add_(100))
     code, said = cli(str(path), "--store", str(store), "--max-tokens", "4", "--json")
     first = json.loads(said)["difference"]
     assert code == 1

@@ -30,12 +30,12 @@ class Pins:
             entry.pins += 1
             entry.role = max(entry.role, role)
 
-    def release(self, name: PinName, role: Role) -> bool:
-        """Take back one pin of that name and role; False if there is none."""
+    def release(self, name: PinName, role: Role) -> list[Entry]:
+        """Take back one pin of that name and role; returns its pages, none if there is no such pin."""
         if (pin := next((pin for pin in reversed(self._pins.get(name, ())) if pin[2] is role), None)) is None:
-            return False
+            return []
         self._drop(name, pin)
-        return True
+        return pin[0]
 
     def release_evicted(self) -> None:
         """Take back pins whose last page is gone, because it was deleted on purpose."""

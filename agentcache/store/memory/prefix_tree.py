@@ -339,12 +339,17 @@ class PrefixTree:
             self.eviction.make_room()
             return len(path)
 
-    def release_pin(self, name: PinName, role: Role = Role.GROUP) -> bool:
-        """Take back one pin of that name and role; False if there is none."""
+    def release_pin(self, name: PinName, role: Role = Role.GROUP, first: bool = False) -> bool:
+        """Take back one pin of that name and role; False if there is none. first: what only it needs is evicted before all else."""
         with self.lock:
-            released = self.pins.release(name, role)
+            released, idle = self.pins.release(name, role), list[Entry]()
+            for entry in reversed(released) if first else ():
+                if entry.pins or len(entry.children) > bool(idle):
+                    break
+                idle.insert(0, entry)
+            self.eviction.retire(idle)
             self.eviction.make_room()
-            return released
+            return bool(released)
 
     def _drop_tree(self, entry: Entry, reason: Reason) -> list[Key]:
         """Drop a page and what hangs under it; the deepest first. Returns their keys."""
