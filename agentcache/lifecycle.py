@@ -227,8 +227,6 @@ class Lifecycle:
         if masked is not None and running.ranges is not None and (why := running.ranges.doubt(masked)):
             self._compute(running, Reason.UNSURE, why)
             return None
-        if asked.on_logits is not None:
-            asked.on_logits(logits)
         if masked is None:
             return "stop"
         token = decoding.forced.popleft() if decoding.forced else decoding.sampler(masked, running.ids.all)
@@ -239,6 +237,8 @@ class Lifecycle:
             token = decoding.sampler(masked, running.ids.all)
         if guide and (wrong := guide.accept(token)):
             return GenerationError(f"the constraint cannot be followed behind token {len(running.ids)}: {wrong}; simplify it")
+        if asked.on_logits is not None:
+            asked.on_logits(logits)
         running.filled = True
         running.account.record_token()
         running.ids.append(token)

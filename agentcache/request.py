@@ -215,10 +215,18 @@ class Running:
         return len(self.ids) - self.asked.prompt_tokens
 
     @property
+    def bound(self) -> str:
+        """Name the largest length of the completion, and the way out."""
+        most, context = self.asked.sampling.max_tokens, self.asked.sampling.context_tokens
+        if self.asked.prompt_tokens + most == context:
+            return f"the context of {context} tokens: shorten the prompt"
+        return f"max_tokens={most}: raise it"
+
+    @property
     def cut(self) -> str:
         """Name what ended the completion, if not the model; "" if the model did."""
         if self.receipt.finish_reason == "length":
-            return f"at max_tokens={self.asked.sampling.max_tokens}: raise it"
+            return f"at {self.bound}"
         return "at a stop string" if self.decoding.text.stopped else ""
 
     def parser(self) -> AnswerParser:
@@ -266,8 +274,8 @@ class Running:
 
 
 def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Sampling:
-    """Settings with max_tokens of the room that a prompt leaves. ContextOverflowError: it leaves none. MessageError: the prompt is
-    empty. ConfigError: these are no settings, or ids of another model's tokenizer."""
+    """Settings with the context's length, and max_tokens of the room that a prompt leaves in it. ContextOverflowError: it leaves none.
+    MessageError: the prompt is empty. ConfigError: these are no settings, or ids of another model's tokenizer."""
     sampling = Sampling() if sampling is None else sampling
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling={sampling!r:.200}: must be a Sampling, such as Sampling(max_tokens=64)")
@@ -281,4 +289,4 @@ def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Samplin
     context = context_tokens if asked is None else min(asked, context_tokens)
     if prompt_tokens + 1 > context:
         raise ContextOverflowError(prompt_tokens, context, 1, f"context_tokens={asked!r}" if context == asked else "")
-    return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt_tokens))
+    return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt_tokens), context_tokens=context)

@@ -235,7 +235,7 @@ class Completions:
         cut, guide = _cut_short(running, parser), running.decoding.guide
         shortened = guide is not None and guide.shortened and not cut
         if shortened:
-            account.record_note(f"a text or a list of the answer ended early, to fit into max_tokens={asked.sampling.max_tokens}: raise it")
+            account.record_note(f"a text or a list of the answer ended early, to fit into {running.bound}")
         return Completion(text.text, generated, message, running.receipt, parser.invalid_calls, cut, shortened, logprobs)
 
 

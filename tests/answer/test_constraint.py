@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -160,11 +161,15 @@ def test_length_is_told_and_leaves_no_half_call() -> None:
 def test_a_shortened_answer_is_told() -> None:
     long = {"type": "object", "properties": {"ship": {"type": "string"}, "seen": {"type": "boolean"}}, "required": ["ship", "seen"]}
     with engine() as running:
-        tries = (running.generate(ASKED, sampling=hot(seed, 30), constraint=Constraint(schema=long)) for seed in range(20))
-        done = next(done for done in tries if done.shortened)
+        tries = ((seed, running.generate(ASKED, sampling=hot(seed, 30), constraint=Constraint(schema=long))) for seed in range(20))
+        seed, done = next((seed, done) for seed, done in tries if done.shortened)
         assert json.loads(done.text).keys() == {"ship", "seen"}
         assert (done.finish_reason, done.cut) == ("stop", False)
         assert any("ended early, to fit into max_tokens=30: raise it" in note for note in done.receipt.notes)
+        context = done.receipt.prompt_tokens + 30
+        most = replace(hot(seed, 900), context_tokens=context)
+        full = running.generate(ASKED, sampling=most, constraint=Constraint(schema=long))
+        assert any(f"to fit into the context of {context} tokens: shorten the prompt" in note for note in full.receipt.notes)
         whole = running.generate(ASKED, sampling=hot(0), constraint=Constraint(schema=SHIP))
         assert (whole.shortened, whole.receipt.notes) == (False, [])
 
@@ -172,7 +177,9 @@ def test_a_shortened_answer_is_told() -> None:
 def test_a_cut_answer_has_times_and_did_not_fit() -> None:
     one = Constraint(grammar='start: "x"')
     with engine() as running:
-        tries = [running.generate(ASKED, TOOLS, sampling=hot(seed, 6), constraint=one) for seed in range(20)]
+        rows: list[torch.Tensor] = []
+        tries = [running.generate(ASKED, TOOLS, sampling=hot(seed, 6), constraint=one, on_logits=rows.append) for seed in range(20)]
+    assert len(rows) == sum(len(done.ids) for done in tries)
     cut = [done for done in tries if done.cut]
     assert [done.ids for done in cut].count(()), "a call has no room"
     for receipt, shortened in ((done.receipt, done.shortened) for done in cut):

@@ -119,13 +119,18 @@ class Eviction:
             assert entry.page is not None
             entry.counted = tuple(entry.page.chain)
         for page in entry.counted:
-            count, tier, size = self._held.pop(id(page), (0, page.tier, page.bytes))
+            count, tier, size = self._held.pop(id(page), (0, page.tier, 0))
+            self._add(tier, -size)
             if count + sign:
-                self._held[id(page)] = count + sign, tier, size
-            if count + sign == (sign > 0):  # the first one, or none any more
-                self.bytes += 0 if tier == "host" else sign * size
-                self.host_bytes += sign * size if tier == "host" else 0
+                self._held[id(page)] = count + sign, page.tier, page.bytes
+                self._add(page.tier, page.bytes)
         entry.counted = entry.counted if sign > 0 else ()
+
+    def _add(self, tier: Tier, size: int) -> None:
+        if tier == "host":
+            self.host_bytes += size
+        else:
+            self.bytes += size
 
     def holds(self, page: Page) -> bool:
         """Tell whether an entry holds the memory of this page."""

@@ -154,6 +154,18 @@ def test_a_lent_page_keeps_its_pinned_checkpoint() -> None:
     assert 128 in tree.checkpoints(HERE, ids)
 
 
+def test_a_lent_page_counts_the_checkpoints_it_takes() -> None:
+    tree, lossy = PrefixTree(1 << 30), replace(HERE, precision="int8")
+    tree.admit(HERE, *prompt(512, {}), "n")
+    lend(tree, lossy, as_ids(range(513)))
+    tree.admit(HERE, *prompt(512, {64: checkpoint(1 << 20)}), "n")
+    assert tree.bytes == SPEC.page_bytes + (1 << 20)
+    tree.clear(grade="exact")
+    assert tree.bytes == SPEC.page_bytes + (1 << 20)
+    tree.clear()
+    assert tree.bytes == 0
+
+
 def test_a_copy_has_the_checkpoints_of_its_tokens() -> None:
     _, (page,) = prompt(512, {64: checkpoint(), 448: checkpoint()})
     before = page.checkpoints
