@@ -212,12 +212,14 @@ def schema_of(form: Mapping[str, Any] | None, param: str) -> Mapping[str, Any] |
     kind = None if form is None else form.get("type")
     if form is None or kind == "text":
         return None
-    if kind == "json_object":
-        return True
     told = form.get("json_schema", form) if kind == "json_schema" else None
-    if not isinstance(told, Mapping) or not isinstance(told.get("schema"), Mapping):
+    schema: Any = told.get("schema") if isinstance(told, Mapping) else None
+    if kind == "json_object":  # with a schema as llama.cpp's server has it, or as TGI has it, and so huggingface_hub's client
+        schema = form.get("schema") or form.get("value")
+        if schema is None:
+            return True
+    if not isinstance(schema, Mapping):
         raise refused(param, dict(form), 'must be of type "text", "json_object" or "json_schema" with a schema')
-    schema: Mapping[str, Any] = told["schema"]
     return schema
 
 

@@ -15,6 +15,8 @@ from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
 
+PORT = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
+
 
 def events(text: str) -> list[tuple[str, Any]]:
     """(event, data) of a stream of server-sent events."""
@@ -75,9 +77,15 @@ def test_usage_and_receipt_tell_of_cached_tokens(served: Served) -> None:
     assert last[1]["response"]["x_agentcache"]["state"] == text[1]["x_agentcache"]["state"] == "done"
 
 
-def test_an_answer_is_held_to_its_schema(served: Served) -> None:
-    schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
-    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"name": "port", "schema": PORT}},
+        {"type": "json_object", "schema": PORT},  # as llama.cpp's server and others have it
+        {"type": "json_object", "value": PORT},  # as TGI has it: huggingface_hub makes it of json_schema
+    ],
+)
+def test_an_answer_is_held_to_its_schema(served: Served, form: Any) -> None:
     answer = served.openai(strict=True).chat.completions.create(model="embedded", messages=ASKED, response_format=form, max_tokens=64)
     assert json.loads(answer.choices[0].message.content).keys() == {"port"}
 
@@ -180,6 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"tool_choice": "required"}, "tool_choice", 400),
     ({"tool_choice": {"type": "function", "function": {"name": "none"}}, "tools": [TIDE]}, "tool_choice", 400),
     ({"response_format": {"type": "xml"}}, "response_format", 400),
+    ({"response_format": {"type": "json_object", "schema": "port"}}, "response_format", 400),
     ({"tools": [{"type": "function", "function": {"name": 5}}]}, None, 400),
     ({"model": "another"}, "model", 404),
     ({"messages": [{"role": "user", "content": "word " * 20_000}]}, None, 400),
