@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ..answer.call_forms import load
 from ..types import Logprob, Message
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError, refused
@@ -78,9 +79,24 @@ def with_role(message: dict[str, Any]) -> dict[str, Any]:
         said["content"] = message["refusal"]
     if "tool_calls" not in said and message.get("function_call"):  # as they were before there were several
         said["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
+    if isinstance(calls := said.get("tool_calls"), list):
+        said["tool_calls"] = [_readable(call) for call in calls]
     if "audio" in said:
         raise refused("messages", {"audio": said["audio"]}, "this server reads no sound: send what it says as content")
     return said
+
+
+def arguments_of(said: Any) -> Any:
+    """Arguments of an earlier call. Agents send back a call that was cut or malformed, with an error as its result: shown as what it is."""
+    wrong = isinstance(said, str) and said.strip() not in ("", "null") and not isinstance(load(said), Mapping)
+    return {"invalid_arguments": said} if wrong else said
+
+
+def _readable(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
 
 
 def failed_event(error: ServerError) -> str:

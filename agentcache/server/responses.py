@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from .answers import EVENTS, Answer, EventStream, Json, opened, sse, whole
-from .chat import DONE, asking, logprob_of, with_role
+from .chat import DONE, arguments_of, asking, logprob_of, with_role
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
 from .state import Caller, Serving
@@ -253,7 +253,7 @@ def messages_of(items: Items, instructions: str | None = None) -> list[dict[str,
         elif kind == "function_call":
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": item.get("name"), "arguments": arguments_of(item.get("arguments"))}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache.server.chat import with_role
 from agentcache.server.schemas import ChatBody
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 
@@ -267,6 +268,17 @@ def test_what_an_assistant_said_in_older_fields_is_shown(served: Served, older: 
         shown = [http.post("/v1/chat/completions", json={"messages": one, "tools": [TIDE], "max_tokens": 4}).json() for one in said]
     assert shown[0]["choices"] == shown[1]["choices"]
     assert shown[0]["usage"]["prompt_tokens"] == shown[1]["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("arguments", ['{"port": "Av', '["Averil"]', '"Averil"'])
+def test_a_call_with_wrong_arguments_is_shown(served: Served, arguments: str) -> None:
+    function = {"name": "tide", "arguments": arguments}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    said = [*ASKED, call, {"role": "tool", "tool_call_id": "a", "content": "The arguments are no JSON object: call again."}]
+    with served.client() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": said, "tools": [TIDE], "max_tokens": 64})
+    assert answer.status_code == 200, "agents ask on so, and each later request has that call, too"
+    assert with_role(call)["tool_calls"][0]["function"]["arguments"] == {"invalid_arguments": arguments}
 
 
 def test_an_earlier_answer_in_sound_is_refused(served: Served) -> None:

@@ -113,6 +113,18 @@ def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:
     assert plain(last.response) == plain(response)
 
 
+def test_a_response_goes_on_from_a_cut_call(served: Served) -> None:
+    schema = {"type": "object", "properties": {"order_id": {"type": "string"}}, "required": ["order_id"]}
+    cancel = {"type": "function", "name": "cancel_order", "description": "Cancel an order.", "parameters": schema}
+    asked = {"model": "embedded", "instructions": "You are a helpful assistant.", "tools": [cancel]}
+    api = served.openai(strict=True)
+    answers = (api.responses.create(**asked, input="Cancel the order 77812.", max_output_tokens=most) for most in range(8, 32))
+    cut = next(answer for answer in answers if answer.output[-1].type == "function_call")
+    assert cut.output[-1].status == "incomplete"
+    given = [{"type": "function_call_output", "call_id": cut.output[-1].call_id, "output": "The arguments are no JSON: call again."}]
+    assert api.responses.create(**asked, input=given, previous_response_id=cut.id, max_output_tokens=8).status == "incomplete"
+
+
 def test_a_response_is_held_to_its_schema(served: Served) -> None:
     schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
     form = {"format": {"type": "json_schema", "name": "port", "schema": schema}}
