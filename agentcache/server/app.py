@@ -131,7 +131,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ServerError):
         lost = error.status_code == 404
-        way = ": OpenAI's API lies under /v1, and GET /openapi.json tells of all routes" if lost else ""
+        way = "; OpenAI's API lies under /v1, and GET /openapi.json tells of all routes" if lost else ""
         detail = f"{request.method} {request.url.path}: {error.detail}{way}"
         error = ServerError(error.status_code, detail, code="not_found" if lost else None, headers=error.headers)
     return _response(error)

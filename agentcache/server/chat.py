@@ -38,7 +38,7 @@ async def chat(body: ChatBody, request: Request, state: Serving, tenant: Caller)
     constraint = constraint_of(tools, body.tool_choice, body.parallel_tool_calls, schema_of(body.response_format, "response_format"))
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    kwargs = {**thinking_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    kwargs = {**thinking_of(body.effort), **(body.chat_template_kwargs or {})}
 
     said = [with_role(message) for message in body.messages]
     sampling = body.sampling(limit, body.stop, logprobs)

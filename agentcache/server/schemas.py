@@ -95,6 +95,14 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+class Thinking(BaseModel):
+    """Thinking of a chat as OpenRouter's API asks for it, and so claude-code-router."""
+
+    model_config = ConfigDict(extra="forbid")
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
@@ -110,6 +118,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     stream_options: StreamOptions | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     n: int | None = None
@@ -118,6 +127,14 @@ class ChatBody(Body):
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     verbosity: str | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """How much is to be thought."""
+        asked = self.reasoning or Thinking()
+        if asked.enabled is False:
+            return "none"
+        return self.reasoning_effort or asked.effort or ("medium" if asked.enabled else None)
 
 
 def _texts(prompt: Any) -> Any:

@@ -36,6 +36,22 @@ def test_an_answer_that_names_no_bound_has_all_the_room(served: Served) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("asked", "effort"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning": {"effort": "high", "enabled": False}}, "none"),  # as claude-code-router, where nobody is to think
+        ({"reasoning": {"effort": "high", "enabled": True}}, "high"),
+        ({"reasoning": {"enabled": True}}, "medium"),
+    ],
+)
+def test_thinking_is_asked_for_in_two_forms(served: Served, asked: dict[str, Any], effort: str | None) -> None:
+    assert ChatBody(messages=ASKED, **asked).effort == effort
+    with served.client() as http:
+        assert http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1, **asked}).status_code == 200
+
+
 @pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "tide"}}])
 def test_a_stream_says_what_a_whole_answer_says(served: Served, choice: Any) -> None:
     asked = {"model": "embedded", "messages": ASKED, "tools": [TIDE], "max_tokens": 64, **({"tool_choice": choice} if choice else {})}
@@ -179,6 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"presence_penalty": 0.5}, "presence_penalty", 400),
     ({"service_tier": "flex"}, "service_tier", 400),
     ({"functions": []}, "functions", 400),
+    ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", 400),
     ({"audio": {}}, "audio", 400),
     ({"temperature": -1}, None, 400),
     ({"max_tokens": 0}, None, 400),
