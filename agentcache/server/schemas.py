@@ -130,7 +130,7 @@ class ChatBody(Body):
 
     @property
     def effort(self) -> str | None:
-        """How much is to be thought."""
+        """The amount of thinking that is asked for, in either form."""
         asked = self.reasoning or Thinking()
         if asked.enabled is False:
             return "none"
