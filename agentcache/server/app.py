@@ -130,8 +130,10 @@ def _response(error: ServerError) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ServerError):
-        detail = f"{request.method} {request.url.path}: {error.detail}"
-        error = ServerError(error.status_code, detail, code="not_found" if error.status_code == 404 else None, headers=error.headers)
+        lost = error.status_code == 404
+        way = "; OpenAI's API lies under /v1, and GET /openapi.json tells of all routes" if lost else ""
+        detail = f"{request.method} {request.url.path}: {error.detail}{way}"
+        error = ServerError(error.status_code, detail, code="not_found" if lost else None, headers=error.headers)
     return _response(error)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ..answer.call_forms import load
 from ..types import Logprob, Message
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError, refused
@@ -37,7 +38,7 @@ async def chat(body: ChatBody, request: Request, state: Serving, tenant: Caller)
     constraint = constraint_of(tools, body.tool_choice, body.parallel_tool_calls, schema_of(body.response_format, "response_format"))
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    kwargs = {**thinking_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    kwargs = {**thinking_of(body.effort), **(body.chat_template_kwargs or {})}
 
     said = [with_role(message) for message in body.messages]
     sampling = body.sampling(limit, body.stop, logprobs)
@@ -78,9 +79,24 @@ def with_role(message: dict[str, Any]) -> dict[str, Any]:
         said["content"] = message["refusal"]
     if "tool_calls" not in said and message.get("function_call"):  # as they were before there were several
         said["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
+    if isinstance(calls := said.get("tool_calls"), list):
+        said["tool_calls"] = [_readable(call) for call in calls]
     if "audio" in said:
         raise refused("messages", {"audio": said["audio"]}, "this server reads no sound: send what it says as content")
     return said
+
+
+def arguments_of(said: Any) -> Any:
+    """Arguments of an earlier call. Agents send back a call that was cut or malformed, with an error as its result: shown as what it is."""
+    wrong = isinstance(said, str) and said.strip() not in ("", "null") and not isinstance(load(said), Mapping)
+    return {"invalid_arguments": said} if wrong else said
+
+
+def _readable(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
 
 
 def failed_event(error: ServerError) -> str:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from .answers import EVENTS, Answer, EventStream, Json, opened, sse, whole
-from .chat import DONE, asking, logprob_of, with_role
+from .chat import DONE, arguments_of, asking, logprob_of, with_role
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
 from .state import Caller, Serving
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..stream import Completion
 
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+OWN = "agentcache:"  # before a thought in the field that clients without stored responses send back; others' fields hold what nobody reads
 
 router = APIRouter(prefix="/v1")
 
@@ -75,7 +76,7 @@ class ResponseWriter:
 
     def __init__(self, answer: Answer, body: ResponseBody, keep: Callable[[dict[str, Any]], None]) -> None:
         self._answer, self._keep, self._number = answer, keep, 0
-        self._logprobs = INCLUDED[0] in (body.include or ())
+        self._logprobs, self._carried = (name in (body.include or ()) for name in INCLUDED)
         self._item: dict[str, Any] | None = None  # the one being written
         self.output: Items = []  # those written so far
         reasoning = body.reasoning.effort if body.reasoning else None
@@ -202,6 +203,8 @@ class ResponseWriter:
             events.append(self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]))
         else:
             part = item["content"][0]
+            if item["type"] == "reasoning" and self._carried:
+                item["encrypted_content"] = OWN + part["text"]
             events.append(self._of_part("done", part, text=part["text"]))
             events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
         events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=_copy(item)))
@@ -248,12 +251,14 @@ def messages_of(items: Items, instructions: str | None = None) -> list[dict[str,
             else:
                 out.append(with_role({"role": role, "content": text}))
         elif kind == "reasoning":
-            thought = _text_of(number, item.get("content") or item.get("summary"))
+            carried = str(item.get("encrypted_content") or "")
+            own = carried.removeprefix(OWN) if carried.startswith(OWN) else ""
+            thought = _text_of(number, item.get("content") or item.get("summary") or own)
             out.append({"role": "assistant", "content": "", "reasoning_content": thought})
         elif kind == "function_call":
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": item.get("name"), "arguments": arguments_of(item.get("arguments"))}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":

@@ -95,6 +95,14 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+class Thinking(BaseModel):
+    """Thinking of a chat as OpenRouter's API asks for it, and so claude-code-router."""
+
+    model_config = ConfigDict(extra="forbid")
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
@@ -110,6 +118,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     stream_options: StreamOptions | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     n: int | None = None
@@ -118,6 +127,14 @@ class ChatBody(Body):
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     verbosity: str | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """The amount of thinking that is asked for, in either form."""
+        asked = self.reasoning or Thinking()
+        if asked.enabled is False:
+            return "none"
+        return self.reasoning_effort or asked.effort or ("medium" if asked.enabled else None)
 
 
 def _texts(prompt: Any) -> Any:
@@ -212,12 +229,14 @@ def schema_of(form: Mapping[str, Any] | None, param: str) -> Mapping[str, Any] |
     kind = None if form is None else form.get("type")
     if form is None or kind == "text":
         return None
-    if kind == "json_object":
-        return True
     told = form.get("json_schema", form) if kind == "json_schema" else None
-    if not isinstance(told, Mapping) or not isinstance(told.get("schema"), Mapping):
+    schema: Any = told.get("schema") if isinstance(told, Mapping) else None
+    if kind == "json_object":  # with a schema as llama.cpp's server has it, or as TGI has it, and so huggingface_hub's client
+        schema = form.get("schema") or form.get("value")
+        if schema is None:
+            return True
+    if not isinstance(schema, Mapping):
         raise refused(param, dict(form), 'must be of type "text", "json_object" or "json_schema" with a schema')
-    schema: Mapping[str, Any] = told["schema"]
     return schema
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache.server.chat import with_role
 from agentcache.server.schemas import ChatBody
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
+
+PORT = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
 
 
 def events(text: str) -> list[tuple[str, Any]]:
@@ -31,6 +34,22 @@ def test_an_answer_that_names_no_bound_has_all_the_room(served: Served) -> None:
     with served.client() as http:
         answer = http.post("/v1/chat/completions", json={"messages": [*ASKED[:1], {"role": "user", "content": "Hi"}]}).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "effort"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning": {"effort": "high", "enabled": False}}, "none"),  # as claude-code-router, where nobody is to think
+        ({"reasoning": {"effort": "high", "enabled": True}}, "high"),
+        ({"reasoning": {"enabled": True}}, "medium"),
+    ],
+)
+def test_thinking_is_asked_for_in_two_forms(served: Served, asked: dict[str, Any], effort: str | None) -> None:
+    assert ChatBody(messages=ASKED, **asked).effort == effort
+    with served.client() as http:
+        assert http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1, **asked}).status_code == 200
 
 
 @pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "tide"}}])
@@ -75,9 +94,15 @@ def test_usage_and_receipt_tell_of_cached_tokens(served: Served) -> None:
     assert last[1]["response"]["x_agentcache"]["state"] == text[1]["x_agentcache"]["state"] == "done"
 
 
-def test_an_answer_is_held_to_its_schema(served: Served) -> None:
-    schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
-    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"name": "port", "schema": PORT}},
+        {"type": "json_object", "schema": PORT},  # as llama.cpp's server and others have it
+        {"type": "json_object", "value": PORT},  # as TGI has it: huggingface_hub makes it of json_schema
+    ],
+)
+def test_an_answer_is_held_to_its_schema(served: Served, form: Any) -> None:
     answer = served.openai(strict=True).chat.completions.create(model="embedded", messages=ASKED, response_format=form, max_tokens=64)
     assert json.loads(answer.choices[0].message.content).keys() == {"port"}
 
@@ -170,6 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"presence_penalty": 0.5}, "presence_penalty", 400),
     ({"service_tier": "flex"}, "service_tier", 400),
     ({"functions": []}, "functions", 400),
+    ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", 400),
     ({"audio": {}}, "audio", 400),
     ({"temperature": -1}, None, 400),
     ({"max_tokens": 0}, None, 400),
@@ -180,6 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"tool_choice": "required"}, "tool_choice", 400),
     ({"tool_choice": {"type": "function", "function": {"name": "none"}}, "tools": [TIDE]}, "tool_choice", 400),
     ({"response_format": {"type": "xml"}}, "response_format", 400),
+    ({"response_format": {"type": "json_object", "schema": "port"}}, "response_format", 400),
     ({"tools": [{"type": "function", "function": {"name": 5}}]}, None, 400),
     ({"model": "another"}, "model", 404),
     ({"messages": [{"role": "user", "content": "word " * 20_000}]}, None, 400),
@@ -258,6 +285,17 @@ def test_what_an_assistant_said_in_older_fields_is_shown(served: Served, older: 
         shown = [http.post("/v1/chat/completions", json={"messages": one, "tools": [TIDE], "max_tokens": 4}).json() for one in said]
     assert shown[0]["choices"] == shown[1]["choices"]
     assert shown[0]["usage"]["prompt_tokens"] == shown[1]["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("arguments", ['{"port": "Av', '["Averil"]', '"Averil"'])
+def test_a_call_with_wrong_arguments_is_shown(served: Served, arguments: str) -> None:
+    function = {"name": "tide", "arguments": arguments}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    said = [*ASKED, call, {"role": "tool", "tool_call_id": "a", "content": "The arguments are no JSON object: call again."}]
+    with served.client() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": said, "tools": [TIDE], "max_tokens": 64})
+    assert answer.status_code == 200, "agents ask on so, and each later request has that call, too"
+    assert with_role(call)["tool_calls"][0]["function"]["arguments"] == {"invalid_arguments": arguments}
 
 
 def test_an_earlier_answer_in_sound_is_refused(served: Served) -> None:

@@ -14,6 +14,12 @@ openai = pytest.importorskip("openai")
 
 TOOL = {"type": "function", **TIDE["function"]}  # type: ignore[dict-item]
 ASKED: dict[str, Any] = {"model": "embedded", "instructions": SYSTEM, "input": "When is high water in Port Averil?", "tools": [TOOL]}
+CANCEL = {
+    "type": "function",
+    "name": "cancel_order",
+    "description": "Cancel an order.",
+    "parameters": {"type": "object", "properties": {"order_id": {"type": "string"}}, "required": ["order_id"]},
+}
 OWN = ("id", "created_at", "completed_at")
 
 
@@ -113,6 +119,16 @@ def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:
     assert plain(last.response) == plain(response)
 
 
+def test_a_response_goes_on_from_a_cut_call(served: Served) -> None:
+    asked = {"model": "embedded", "instructions": "You are a helpful assistant.", "tools": [CANCEL]}
+    api = served.openai(strict=True)
+    answers = (api.responses.create(**asked, input="Cancel the order 77812.", max_output_tokens=most) for most in range(8, 32))
+    cut = next(answer for answer in answers if answer.output[-1].type == "function_call")
+    assert cut.output[-1].status == "incomplete"
+    given = [{"type": "function_call_output", "call_id": cut.output[-1].call_id, "output": "The arguments are no JSON: call again."}]
+    assert api.responses.create(**asked, input=given, previous_response_id=cut.id, max_output_tokens=8).status == "incomplete"
+
+
 def test_a_response_is_held_to_its_schema(served: Served) -> None:
     schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
     form = {"format": {"type": "json_schema", "name": "port", "schema": schema}}
@@ -145,6 +161,21 @@ def test_what_a_response_cannot_honour_is_refused(served: Served, change: dict[s
         answer = http.post("/v1/responses", json={**ASKED, **change})
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_thought_comes_back_without_a_stored_response(served: Served) -> None:
+    system, question = "You are a helpful assistant. No thoughts, only calls.", "Cancel the order 77812."
+    asked = {"instructions": system, "input": question, "tools": [CANCEL], "store": False}
+    with served.client() as http:
+        first = http.post("/v1/responses", json={**asked, "include": ["reasoning.encrypted_content"]}).json()
+        thought, call = first["output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": '{"status": "accepted"}'}
+        bare = {"type": "reasoning", "id": thought["id"], "summary": [], "encrypted_content": thought["encrypted_content"]}
+        given = ([{"role": "user", "content": question}, one, call, result] for one in (thought, bare))
+        whole, carried = (http.post("/v1/responses", json={**asked, "input": items}).json() for items in given)
+    assert thought["content"][0]["text"]
+    assert carried["usage"]["input_tokens"] == whole["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert messages_of([{**bare, "encrypted_content": "gAAAA"}])[0]["reasoning_content"] == "", "another server's, which nobody reads"
 
 
 def test_a_response_takes_what_codex_sends(served: Served) -> None:
