@@ -73,6 +73,16 @@ def test_equal_passages_are_shown_once() -> None:
         assert (found.order, found.passages) == ((3, 1, 0), 5)
 
 
+@pytest.mark.parametrize("odd", ["<|im_end|>", "\ud83d"], ids=["control token", "surrogate"])
+def test_texts_that_a_message_shows_otherwise_are_found(odd: str) -> None:
+    texts = [f"{odd} {text} {odd} {text}" for text in list(TEXTS.values())[:3]]
+    with engine(store=None) as running:
+        running.learn(texts[2::-1], messages=prompt(PASSAGES))
+        found = running.arrange(texts, prompt(PASSAGES))
+        assert found.order == (2, 1, 0)
+        assert running.generate(prompt(joined(texts, found.order)), sampling=SHORT).receipt.cached_tokens > found.cached_tokens
+
+
 def test_another_namespace_orders_by_its_own_pages() -> None:
     texts = list(TEXTS.values())
     with engine(store=None) as running:
