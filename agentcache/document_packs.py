@@ -246,8 +246,9 @@ def learn(
             shown = prompt[-1]["content"].replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
             number = digest(*(digests[source].encode() for source in pack))[:12]
             asked = [*prompt[:-1], {**prompt[-1], "content": shown}]
-            group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter)
-            settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
+            sources = [(source, digests[source], sizes[source]) for source in pack]
+            group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter, sources=sources)
+            settle(group)
             computed += group.computed_tokens
     release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests, scope)
     found = {(one.source, one.digest): one for one in documents(engine, name, namespace)}

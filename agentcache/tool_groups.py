@@ -101,8 +101,14 @@ class ToolGroups:
             if name.startswith(SESSION):
                 raise ConfigError(f"name={name!r}: names that begin with {SESSION!r} are those of sessions")
 
-    def hold(self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
-        """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
+    def hold(
+        self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float,
+        sources: tuple[tuple[str, str, int], ...] = (), admit: Callable[[ToolGroup, tuple[ToolGroup, ...]], None] | None = None,
+    ) -> ToolGroup:  # fmt: skip
+        """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go.
+
+        sources: the texts that it holds. admit: raises where it may not be pinned beside those that are held; then it is not recorded.
+        """
         scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
         if scope is None:
             refused = request.receipt.refusals[0]
@@ -132,7 +138,10 @@ class ToolGroups:
             checkpoint_bytes=states,
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
+            sources=sources,
         )
+        if admit is not None:
+            admit(group, self.all)
         assert scope == group.scope and request.pinned_pages == group.pages
         with self._store.deletions.lock:
             self._check_kept(request, scope, layout, name)
@@ -144,12 +153,8 @@ class ToolGroups:
         return group
 
     def settle(self, group: ToolGroup) -> None:
-        """Write a group, with the texts that it names now, and leave it to the disk: pinned there, evictable in memory."""
-        with self._store.deletions.lock:
-            if (group.namespace, group.name) not in self._held:  # forgotten since it was computed
-                return
-            self.renew(group)
-        if self._store.disk is None:
+        """Write a group and leave it to the disk: pinned there, evictable in memory."""
+        if self._store.disk is None or (group.namespace, group.name) not in self._held:  # forgotten since it was computed
             return
         if not self._store.flush():
             raise StoreFullError(f"{group.name!r} was not written: {self._store.disk.writer.failure or 'the disk does not take it'}")

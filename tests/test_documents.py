@@ -275,6 +275,16 @@ def test_a_kill_costs_the_passages_that_were_cut(tmp_path: Path, learnt: int, pa
         assert running.learn(TEXTS, pack_tokens=1).computed_tokens == 0
 
 
+def test_a_pack_names_its_texts_from_its_first_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToolGroups, "settle", lambda self, group: None)  # as where its process was killed before
+    with engine(store=tmp_path) as running:
+        running.learn(TEXTS, pack_tokens=300)
+        assert running.flush()
+    with engine(store=tmp_path) as running:
+        assert len(running.documents()) == len(TEXTS)
+        assert running.forget(group="documents").pages >= 3
+
+
 def test_texts_forgotten_while_they_are_learnt_leave_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settle = ToolGroups.settle
 

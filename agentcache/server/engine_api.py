@@ -211,7 +211,7 @@ async def pin(body: PinBody, request: Request) -> Response:
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
         made = engine.pin(**body.options(engine), namespace=tenant.namespace)
-        tenant.rule.check_pins(made, engine.groups, engine.release)
+        tenant.check_pins(made, engine)
         return asdict(made)
 
     return await _run(request, body.model, work)
@@ -253,7 +253,7 @@ async def learn(body: LearnBody, request: Request) -> Response:
         made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
         try:
             for group in made:
-                tenant.rule.check_pins(group, engine.groups, engine.release)
+                tenant.rule.check_pins(group, engine.groups)
         except PolicyError:
             for group in made:
                 engine.forget(group=group.name, namespace=tenant.namespace)
