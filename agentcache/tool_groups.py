@@ -153,11 +153,17 @@ class ToolGroups:
         return group
 
     def settle(self, group: ToolGroup) -> None:
-        """Write a group and leave it to the disk: pinned there, evictable in memory."""
-        if self._store.disk is None or (group.namespace, group.name) not in self._held:  # forgotten since it was computed
+        """Write a group and leave it to the disk: pinned there, evictable in memory. StoreFullError: it is released, unwritten."""
+        disk, about = self._store.disk, (group.namespace, group.name)
+        if disk is None or about not in self._held:  # forgotten since it was computed
             return
-        if not self._store.flush():
-            raise StoreFullError(f"{group.name!r} was not written: {self._store.disk.writer.failure or 'the disk does not take it'}")
+        if not self._store.flush() and not disk.index.whole(group.page_keys, group.fingerprint):
+            self._store.heed()
+            if not self.release(*about):  # another process has deleted it
+                return
+            disk.index.drop_group(*about, group.fingerprint)
+            why = disk.writer.failure or "the disk does not take it"
+            raise StoreFullError(f"{group.name!r} was not written: {why}; release others, or allow more: StoreOptions(disk_bytes=...)")
         self._store.tree.release_pin((group.scope, group.tip))
 
     @contextmanager

@@ -18,7 +18,7 @@ from agentcache import PASSAGES, Engine, Message, Sampling, StoreOptions, ToolCa
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
 from agentcache.tool_groups import ToolGroups
-from tests.engines import engine, long_text
+from tests.engines import MB, engine, long_text
 from tests.processes import Child
 
 TEXTS = {f"text-{number}": f"Text {number}. {long_text(24, number)}." for number in range(8)}
@@ -178,12 +178,17 @@ def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, 
         assert told[-1] == sum(one.tokens for one in made.documents) == sum(sizes.values())
 
 
+@pytest.mark.filterwarnings("ignore::agentcache.errors.StoreWarning")
 def test_a_disk_that_refuses_ends_learning(tmp_path: Path) -> None:
-    with engine(store=tmp_path) as running:
-        running.store.flush = lambda timeout_s=None: False  # type: ignore[method-assign]
-        with pytest.raises(StoreFullError, match="was not written"):
-            running.learn(TEXTS, pack_tokens=1)
-        assert len(running.groups) == 3, "two more were computed meanwhile"
+    with engine(store=StoreOptions(tmp_path, disk_bytes=MB)) as running:
+        for _ in range(2):
+            with pytest.raises(StoreFullError, match="was not written.*disk_bytes"):
+                running.learn(TEXTS, pack_tokens=1)
+            assert running.store.disk
+            assert 0 < len(running.documents()) == len(running.groups) == len(running.store.disk.index.groups()) < len(TEXTS)
+            assert running.store.audit()["pins"] == 0, "what was not written is not kept"
+        running.unlearn([*TEXTS])
+        assert len(running.learn({"text-7": TEXTS["text-7"]}).documents) == 1
 
 
 def test_a_changed_text_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
