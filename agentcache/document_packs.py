@@ -239,6 +239,9 @@ def learn(
     held = {one.digest for one in documents(engine, name, namespace)}
     new = {digest: source for source, digest in digests.items() if digest not in held}.values()  # one of those with the same text
     sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in new}
+    for source, size in sizes.items():
+        if size >= engine.model.context_tokens:
+            raise ConfigError(f"texts[{source!r:.80}]: {size} tokens leave no room in {engine.model.context_tokens} of context: split it")
     computed, told = 0, teller(progress, sum(sizes.values()))
     most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
     with behind(engine._groups.settle, told, most) as settle:

@@ -257,6 +257,13 @@ def test_texts_that_cannot_be_learnt_are_refused(texts: Any) -> None:
         running.learn(texts)
 
 
+def test_a_text_longer_than_the_context_is_named(tmp_path: Path) -> None:
+    with engine(store=None) as running:
+        with pytest.raises(ConfigError, match=r"texts\['long'\].*split it"):
+            running.learn({**TEXTS, "long": long_text(running.model.context_tokens)})
+        assert running.documents() == (), "it is told before others are computed"
+
+
 def learn(parent: Connection, folder: Path) -> None:
     """In a process of its own: learn the texts, and tell of each."""
     with engine(store=folder) as running:

@@ -112,7 +112,7 @@ class ForgetBody(EngineBody):
 class ArrangeBody(CallBody):
     """POST /v1/engine/arrange, as `Engine.arrange` takes it."""
 
-    passages: list[Text]
+    passages: list[Any]  # texts, as in messages: half a character is replaced
     messages: Messages
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
@@ -122,7 +122,7 @@ class ArrangeBody(CallBody):
 class LearnBody(CallBody):
     """POST /v1/engine/learn, as `Engine.learn` takes it."""
 
-    texts: dict[str, Text] | list[Text]
+    texts: dict[str, Any] | list[Any]  # as `passages`
     system: Text | None = None
     tools: Objects = Field(default_factory=list)
     name: Annotated[str, Field(min_length=1, max_length=128)] = "documents"
