@@ -226,10 +226,10 @@ class RemoteEngine(ProcessOwned):
     ) -> Arrangement:
         """Order retrieved passages along what the server has cached, as `Engine.arrange` does; rendered: tools_order, adapter,
         template_kwargs."""
-        from .document_packs import Arrangement
+        from .document_packs import Arrangement, listed
 
         self._check_namespace(namespace)
-        body = {"passages": passages, "messages": _plain(messages), "tools": plain_tools(tools), **rendered}
+        body = {"passages": listed("passages", passages), "messages": _plain(messages), "tools": plain_tools(tools), **rendered}
         said = self._call("POST", "/v1/engine/arrange", body)
         return Arrangement(**{**said, "order": tuple(said["order"])})
 
@@ -237,12 +237,12 @@ class RemoteEngine(ProcessOwned):
         self, texts: Mapping[str, str] | Seq[str], *, tools: Tools = (), messages: Messages = (), namespace: str = "default", **options: Any
     ) -> Learnt:
         """Compute texts on the server for later prompts, as `Engine.learn` does; options: system, name, separator, adapter, pack_tokens."""
-        from .document_packs import Document, Learnt
+        from .document_packs import Document, Learnt, named
 
         self._check_namespace(namespace)
         if options.pop("progress", False):
             raise ConfigError("progress: cannot be carried over HTTP; it needs an Engine in this process")
-        body = {"texts": texts, "tools": plain_tools(tools), "messages": _plain(messages), **options}
+        body = {"texts": named(texts), "tools": plain_tools(tools), "messages": _plain(messages), **options}
         said = self._call("POST", "/v1/engine/learn", body)
         return Learnt(**{**said, "documents": tuple(Document(**one) for one in said["documents"])})
 

@@ -239,6 +239,9 @@ def learn(
     held = {one.digest for one in documents(engine, name, namespace)}
     new = {digest: source for source, digest in digests.items() if digest not in held}.values()  # one of those with the same text
     sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in new}
+    for source, size in sizes.items():
+        if size >= engine.model.context_tokens:
+            raise ConfigError(f"texts[{source!r:.80}]: {size} tokens leave no room in {engine.model.context_tokens} of context: split it")
     computed, told = 0, teller(progress, sum(sizes.values()))
     most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
     with behind(engine._groups.settle, told, most) as settle:
@@ -246,8 +249,9 @@ def learn(
             shown = prompt[-1]["content"].replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
             number = digest(*(digests[source].encode() for source in pack))[:12]
             asked = [*prompt[:-1], {**prompt[-1], "content": shown}]
-            group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter)
-            settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
+            sources = [(source, digests[source], sizes[source]) for source in pack]
+            group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter, sources=sources)
+            settle(group)
             computed += group.computed_tokens
     release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests, scope)
     found = {(one.source, one.digest): one for one in documents(engine, name, namespace)}

@@ -303,13 +303,13 @@ class Engine(ProcessOwned, Documents):
         self, messages: Seq[Message | Mapping[str, Any]], tools: Tools = (), *, name: str | None = None, namespace: str = "default",
         tools_order: ToolOrder = "given", group: str | None = None, adapter: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None, ttl_s: float | None = None, lease: EngineLease | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None, sources: Seq[tuple[str, str, int]] = (),
     ) -> ToolGroup:  # fmt: skip
         """The same for the start of a conversation: what every continuation of these messages begins with, but for what the
         template writes otherwise once more follows. Options as of `stream`. `release` ends it.
 
         ttl_s: a timed pin, which ends by itself so many seconds after it was last asked for, or with the `lease` that asked for it; its
-        name is `name` and a digest, so that timed pins of one name stand beside each other.
+        name is `name` and a digest, so that timed pins of one name stand beside each other. sources: texts that `learn` puts there.
         """
         self.check_open()
         check_name("namespace", namespace)
@@ -345,13 +345,12 @@ class Engine(ProcessOwned, Documents):
         try:
             self.scheduler.submit(running)
             deque(Stream(running, None), maxlen=0)
-            made = self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
+            listed = tuple(sorted(names) if tools_order == "sorted" else names)
+            admit = partial(self._policy.check_pins, adapter) if self._policy is not None else None
+            return self._groups.hold(running, layout, name, listed, called, tuple(sources), admit)
         except BaseException:
             self._groups.abandon(running, layout)
             raise
-        if self._policy is not None:
-            self._policy.check_pins(adapter, made, self._groups.all, self.release)
-        return made
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""

@@ -80,13 +80,12 @@ class Rule:
                 raise ConfigError(f"{where(key)}: {key}={shown(value)} must be {wanted}")
         return cls(**said)
 
-    def check_pins(self, made: ToolGroup, held: Iterable[ToolGroup], release: Release) -> None:
-        """Release a tool group with which its namespace pins more than it may. PolicyError: it does."""
+    def check_pins(self, made: ToolGroup, held: Iterable[ToolGroup]) -> None:
+        """PolicyError: with this tool group its namespace pins more than it may."""
         others = [one for one in held if one.namespace == made.namespace and one.name != made.name]
         for what, most, size in (("pages", self.pages, lambda one: one.pages), ("bytes", self.bytes, lambda one: one.kv_bytes)):
             before, own = sum(map(size, others)), size(made)
             if most is not None and before + own > most:
-                release(made.name, namespace=made.namespace)
                 said = f"{self.name!r}: {made.namespace!r} may pin {most} {what}"
                 raise PolicyError(f"{said}: {before} are pinned, {made.name!r} has {own}; release a tool group")
 
@@ -179,10 +178,10 @@ class Policy:
         if not any(fnmatchcase(name or "", pattern) for pattern in rule.groups):
             raise PolicyError(f"{rule.name!r}: {namespace!r} may pin {list(rule.groups)!r}, not {name!r}: give another name")
 
-    def check_pins(self, adapter: str | None, made: ToolGroup, held: Iterable[ToolGroup], release: Release) -> None:
-        """Note when the lease of a tool group ends. PolicyError: it is too large, and released."""
+    def check_pins(self, adapter: str | None, made: ToolGroup, held: Iterable[ToolGroup]) -> None:
+        """Note when the lease of a tool group ends. PolicyError: it is too large."""
         rule = self.rule(made.namespace, adapter)
-        rule.check_pins(made, held, release)
+        rule.check_pins(made, held)
         if rule.lease_s is not None:
             with self._lock:
                 self._ends[made.namespace, made.name] = time.monotonic() + rule.lease_s

@@ -116,6 +116,8 @@ class Schema:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.parts or self.role not in ("system", "user"):
             raise SchemaError(f"schema {shown(self.name)}: give a name, at least one part, and a role of 'system' or 'user'")
+        if not isinstance(self.separator, str):
+            raise SchemaError(f"schema {self.name!r}, separator={shown(self.separator)}: must be a text")
         names = [part.name for part, _, _ in self._walk(self.parts)]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise SchemaError(f"schema {self.name!r} has two parts of the name {doubled[0]!r}: give each its own")

@@ -101,8 +101,14 @@ class ToolGroups:
             if name.startswith(SESSION):
                 raise ConfigError(f"name={name!r}: names that begin with {SESSION!r} are those of sessions")
 
-    def hold(self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
-        """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
+    def hold(
+        self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float,
+        sources: tuple[tuple[str, str, int], ...] = (), admit: Callable[[ToolGroup, tuple[ToolGroup, ...]], None] | None = None,
+    ) -> ToolGroup:  # fmt: skip
+        """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go.
+
+        sources: the texts that it holds. admit: raises where it may not be pinned beside those that are held; then it is not recorded.
+        """
         scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
         if scope is None:
             refused = request.receipt.refusals[0]
@@ -132,7 +138,10 @@ class ToolGroups:
             checkpoint_bytes=states,
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
+            sources=sources,
         )
+        if admit is not None:
+            admit(group, self.all)
         assert scope == group.scope and request.pinned_pages == group.pages
         with self._store.deletions.lock:
             self._check_kept(request, scope, layout, name)
@@ -144,18 +153,21 @@ class ToolGroups:
         return group
 
     def settle(self, group: ToolGroup) -> None:
-        """Write a group, with the texts that it names now, and leave it to the disk: pinned there, in memory the first that is evicted.
+        """Write a group and leave it to the disk: pinned there, in memory the first that is evicted.
 
-        So a corpus larger than memory takes no page of the agents that run beside it, but for those of the few packs that are not written.
+        So a corpus larger than memory takes no page of the agents beside it, but for those of the few packs that are not written yet.
+        StoreFullError: it is released, unwritten.
         """
-        with self._store.deletions.lock:
-            if (group.namespace, group.name) not in self._held:  # forgotten since it was computed
-                return
-            self.renew(group)
-        if self._store.disk is None:
+        disk, about = self._store.disk, (group.namespace, group.name)
+        if disk is None or about not in self._held:  # forgotten since it was computed
             return
-        if not self._store.flush():
-            raise StoreFullError(f"{group.name!r} was not written: {self._store.disk.writer.failure or 'the disk does not take it'}")
+        if not self._store.flush() and not disk.index.whole(group.page_keys, group.fingerprint):
+            self._store.heed()
+            if not self.release(*about):  # another process has deleted it
+                return
+            disk.index.drop_group(*about, group.fingerprint)
+            why = disk.writer.failure or "the disk does not take it"
+            raise StoreFullError(f"{group.name!r} was not written: {why}; release others, or allow more: StoreOptions(disk_bytes=...)")
         self._store.tree.release_pin((group.scope, group.tip), first=True)
 
     @contextmanager

@@ -18,7 +18,7 @@ from agentcache import PASSAGES, Engine, Message, Sampling, StoreOptions, ToolCa
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
 from agentcache.tool_groups import ToolGroups
-from tests.engines import engine, long_text
+from tests.engines import MB, engine, long_text
 from tests.processes import Child
 
 TEXTS = {f"text-{number}": f"Text {number}. {long_text(24, number)}." for number in range(8)}
@@ -71,6 +71,16 @@ def test_equal_passages_are_shown_once() -> None:
         running.generate(prompt(joined(texts, (3, 2))), sampling=SHORT)
         found = running.arrange([texts[1], texts[2], texts[1], texts[3], texts[2]], prompt(PASSAGES))
         assert (found.order, found.passages) == ((3, 1, 0), 5)
+
+
+@pytest.mark.parametrize("odd", ["<|im_end|>", "\ud83d"], ids=["control token", "surrogate"])
+def test_texts_that_a_message_shows_otherwise_are_found(odd: str) -> None:
+    texts = [f"{odd} {text} {odd} {text}" for text in list(TEXTS.values())[:3]]
+    with engine(store=None) as running:
+        running.learn(texts[2::-1], messages=prompt(PASSAGES))
+        found = running.arrange(texts, prompt(PASSAGES))
+        assert found.order == (2, 1, 0)
+        assert running.generate(prompt(joined(texts, found.order)), sampling=SHORT).receipt.cached_tokens > found.cached_tokens
 
 
 def test_another_namespace_orders_by_its_own_pages() -> None:
@@ -180,12 +190,17 @@ def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, 
         assert told[-1] == sum(one.tokens for one in made.documents) == sum(sizes.values())
 
 
+@pytest.mark.filterwarnings("ignore::agentcache.errors.StoreWarning")
 def test_a_disk_that_refuses_ends_learning(tmp_path: Path) -> None:
-    with engine(store=tmp_path) as running:
-        running.store.flush = lambda timeout_s=None: False  # type: ignore[method-assign]
-        with pytest.raises(StoreFullError, match="was not written"):
-            running.learn(TEXTS, pack_tokens=1)
-        assert len(running.groups) == 3, "two more were computed meanwhile"
+    with engine(store=StoreOptions(tmp_path, disk_bytes=MB)) as running:
+        for _ in range(2):
+            with pytest.raises(StoreFullError, match="was not written.*disk_bytes"):
+                running.learn(TEXTS, pack_tokens=1)
+            assert running.store.disk
+            assert 0 < len(running.documents()) == len(running.groups) == len(running.store.disk.index.groups()) < len(TEXTS)
+            assert running.store.audit()["pins"] == 0, "what was not written is not kept"
+        running.unlearn([*TEXTS])
+        assert len(running.learn({"text-7": TEXTS["text-7"]}).documents) == 1
 
 
 def test_a_changed_text_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
@@ -254,6 +269,13 @@ def test_texts_that_cannot_be_learnt_are_refused(texts: Any) -> None:
         running.learn(texts)
 
 
+def test_a_text_longer_than_the_context_is_named(tmp_path: Path) -> None:
+    with engine(store=None) as running:
+        with pytest.raises(ConfigError, match=r"texts\['long'\].*split it"):
+            running.learn({**TEXTS, "long": long_text(running.model.context_tokens)})
+        assert running.documents() == (), "it is told before others are computed"
+
+
 def learn(parent: Connection, folder: Path) -> None:
     """In a process of its own: learn the texts, and tell of each."""
     with engine(store=folder) as running:
@@ -275,6 +297,16 @@ def test_a_kill_costs_the_passages_that_were_cut(tmp_path: Path, learnt: int, pa
         assert (finished.known, len(finished.documents)) == (len(kept), len(TEXTS))
         assert finished.computed_tokens <= left + 8 * (len(TEXTS) - len(kept)), "what was told is not computed again"
         assert running.learn(TEXTS, pack_tokens=1).computed_tokens == 0
+
+
+def test_a_pack_names_its_texts_from_its_first_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToolGroups, "settle", lambda self, group: None)  # as where its process was killed before
+    with engine(store=tmp_path) as running:
+        running.learn(TEXTS, pack_tokens=300)
+        assert running.flush()
+    with engine(store=tmp_path) as running:
+        assert len(running.documents()) == len(TEXTS)
+        assert running.forget(group="documents").pages >= 3
 
 
 def test_texts_forgotten_while_they_are_learnt_leave_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

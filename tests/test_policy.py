@@ -14,7 +14,7 @@ from agentcache import Engine, Reason, StoreOptions
 from agentcache.errors import ConfigError, PolicyError
 from agentcache.policy import Policy
 from tests.approximate.repeated_text import FIRST, GREEDY, OTHER, calibration, tiny_model
-from tests.engines import SYSTEM, chat, decode, engine
+from tests.engines import SYSTEM, chat, decode, engine, long_text
 
 Opened = Callable[..., AbstractContextManager[Engine]]
 
@@ -111,7 +111,21 @@ def test_pinned_pages_are_bounded(ruled: Opened, bound: str, said: str) -> None:
         with pytest.raises(PolicyError, match=f"'small': 'default' {said}.*release"):
             running.warm(SYSTEM * 5, name="large")
         assert [group.name for group in running.groups] == ["lamp"]
+        with pytest.raises(PolicyError):
+            running.warm(SYSTEM * 40, name="lamp")
+        assert [group.pages for group in running.groups] == [1], "what was pinned under the name stays"
         assert running.warm("You keep a lighthouse.", name="buoy", namespace="other").pages == 1, "each namespace has its own bound"
+
+
+def test_a_group_that_is_refused_is_not_recorded(ruled: Opened, tmp_path: Path) -> None:
+    texts = {f"text-{number}": long_text(40, number) for number in range(4)}
+    with ruled("[[rule]]\npages = 2", store=StoreOptions(tmp_path / "store")) as running:
+        for _ in range(2):
+            with pytest.raises(PolicyError, match="2 are pinned"):
+                running.learn(texts, pack_tokens=1)
+            assert running.flush()
+            assert running.store.disk is not None
+            assert len(running.store.disk.index.groups()) == len(running.documents()) == len(running.groups)
 
 
 def test_only_named_groups_are_pinned(ruled: Opened, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_a_prompt_that_cannot_be_is_refused(trip: Schema, parts: list[str], para
         ("[[parts]]\nname = 'a'\ntext = '{b}'\nholes = { b = 0 }", "at least 1"),
         ("[[parts]]\nname = 'a'\ntext = 'b'\n" * 2, "two parts of the name 'a'"),
         ("[[parts]]\nname = 'a'\n[[parts.parts]]\nname = 'b'\ntext = 'c'\n[[parts.one_of]]\nname = 'd'\ntext = 'e'", "of its own"),
+        ("separator = 3\n[[parts]]\nname = 'a'\ntext = 'b'", "separator=3: must be a text"),
         ("role = 'tool'\n[[parts]]\nname = 'a'\ntext = 'b'", "role of"),
         ("name = ", "cannot be read as TOML"),
     ],

@@ -239,9 +239,10 @@ class Renderer:
         return opening(messages, lambda listed, asked: self.render(listed, tools, generation=asked, **options))
 
     def ids(self, text: str, namespace: str) -> list[int]:
-        """The ids of a text alone, remembered: the same passages come in many prompts."""
+        """The ids of a text alone, as a message shows it, remembered: the same passages come in many prompts."""
         if (known := self._texts.get(namespace, text)) is None:
-            known = self._encoder.encode(text)[0]
+            shown = self._requests.canon().turn(0, Message("user", text), namespace).data["content"]
+            known = self._encoder.encode(shown)[0]
             self._texts.put(namespace, text, known)
         return known
 

@@ -151,7 +151,7 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
         named: dict[str, Any] = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
         made = engine.warm(group.system or None, group.tools, **named)
         if group.pinned:
-            tenant.rule.check_pins(made, engine.groups, engine.release)
+            tenant.check_pins(made, engine)
         else:
             engine.release(group.name, namespace=group.namespace)
         return made

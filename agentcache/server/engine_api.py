@@ -112,7 +112,7 @@ class ForgetBody(EngineBody):
 class ArrangeBody(CallBody):
     """POST /v1/engine/arrange, as `Engine.arrange` takes it."""
 
-    passages: list[Text]
+    passages: list[Any]  # texts, as in messages: half a character is replaced
     messages: Messages
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
@@ -122,7 +122,7 @@ class ArrangeBody(CallBody):
 class LearnBody(CallBody):
     """POST /v1/engine/learn, as `Engine.learn` takes it."""
 
-    texts: dict[str, Text] | list[Text]
+    texts: dict[str, Any] | list[Any]  # as `passages`
     system: Text | None = None
     tools: Objects = Field(default_factory=list)
     name: Annotated[str, Field(min_length=1, max_length=128)] = "documents"
@@ -211,7 +211,7 @@ async def pin(body: PinBody, request: Request) -> Response:
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
         made = engine.pin(**body.options(engine), namespace=tenant.namespace)
-        tenant.rule.check_pins(made, engine.groups, engine.release)
+        tenant.check_pins(made, engine)
         return asdict(made)
 
     return await _run(request, body.model, work)
@@ -253,7 +253,7 @@ async def learn(body: LearnBody, request: Request) -> Response:
         made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
         try:
             for group in made:
-                tenant.rule.check_pins(group, engine.groups, engine.release)
+                tenant.rule.check_pins(group, engine.groups)
         except PolicyError:
             for group in made:
                 engine.forget(group=group.name, namespace=tenant.namespace)

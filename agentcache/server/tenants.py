@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PolicyError
 from ..policy import Rule
 from ..types import check_name
 from .errors import ServerError
@@ -30,6 +30,10 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..store.tool_group import ToolGroup
 
 REQUESTS = 8  # at once, of one tenant
 
@@ -46,6 +50,14 @@ class Tenant:
     admin: bool = False
     # requests that run now
     running: int = 0
+
+    def check_pins(self, made: ToolGroup, engine: Engine) -> None:
+        """Release a tool group with which this tenant pins more than it may. PolicyError: it does."""
+        try:
+            self.rule.check_pins(made, engine.groups)
+        except PolicyError:
+            engine.release(made.name, namespace=made.namespace)
+            raise
 
 
 class Tenants:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentcache import PASSAGES, Constraint, Engine, Message, RemoteEngine, Sampling, client, remote_stream
+from agentcache import PASSAGES, Constraint, Engine, Message, Part, RemoteEngine, Sampling, Schema, client, remote_stream
 from agentcache.cli.app import app
 from agentcache.errors import (
     AgentCacheError,
@@ -341,6 +341,14 @@ def test_documents_refuse_what_a_request_refuses(remote: RemoteEngine) -> None:
         remote.learn([" "])
     with pytest.raises(ConfigError, match="progress"):
         remote.learn(["a"], progress=True)
+    with pytest.raises(ConfigError, match="texts=Schema.*must be a list of texts"):
+        remote.learn(Schema("desk", [Part("rules", "Be brief.")]))  # type: ignore[arg-type]
+
+
+def test_documents_take_what_an_engine_takes(remote: RemoteEngine) -> None:
+    asked, texts = [{"role": "user", "content": f"{PASSAGES}\n\nWhen?"}], [f"\ud83d {tide * 4}" for tide in TIDES[:3]]
+    assert len(remote.learn(iter(texts[::-1]), messages=asked).documents) == 3  # type: ignore[arg-type]
+    assert remote.arrange(iter(texts), asked).order == (2, 1, 0)  # type: ignore[arg-type]
 
 
 def test_the_client_loads_no_torch() -> None:

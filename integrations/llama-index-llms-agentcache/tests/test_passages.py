@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.schema import Document, NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.llms.agentcache import AgentCacheLLM, CacheAwareOrder, LearnNodes, ReceiptEvent
+
+from agentcache.errors import ConfigError
 
 pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
 PATH = Path(__file__).parents[3] / "examples" / "llamaindex_documents.py"
@@ -139,3 +142,8 @@ def test_a_changed_node_is_learnt_anew(llm: AgentCacheLLM) -> None:
     assert [again[str(number)] for number in (1, 2, 3)] == digests[1:]
     assert learn.release(["1", "2"]) == 2
     assert {one.source for one in llm.engine.documents(namespace=llm.namespace)} == {"0", "3"}
+
+
+def test_a_model_that_no_worker_can_have_is_named(llm: AgentCacheLLM) -> None:
+    with AgentCacheLLM(engine=llm.engine) as own, pytest.raises(ConfigError, match="engine="):
+        pickle.dumps(LearnNodes(llm=own))

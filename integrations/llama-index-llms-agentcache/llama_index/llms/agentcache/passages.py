@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,10 @@ class LearnNodes(TransformComponent):
                     if KEY not in excluded:
                         excluded.append(KEY)
         return nodes
+
+    def __getstate__(self) -> dict[str, Any]:
+        pickle.dumps(self.llm)  # LlamaIndex would leave it out, and a pipeline's workers learn without one
+        return super().__getstate__()
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """The same on a thread: learning takes as long as it computes."""
