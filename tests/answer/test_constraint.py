@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -167,8 +166,8 @@ def test_a_shortened_answer_is_told() -> None:
         assert (done.finish_reason, done.cut) == ("stop", False)
         assert any("ended early, to fit into max_tokens=30: raise it" in note for note in done.receipt.notes)
         context = done.receipt.prompt_tokens + 30
-        most = replace(hot(seed, 900), context_tokens=context)
-        full = running.generate(ASKED, sampling=most, constraint=Constraint(schema=long))
+        running.model.context_tokens = context
+        full = running.generate(ASKED, sampling=hot(seed, 900), constraint=Constraint(schema=long))
         assert any(f"to fit into the context of {context} tokens: shorten the prompt" in note for note in full.receipt.notes)
         whole = running.generate(ASKED, sampling=hot(0), constraint=Constraint(schema=SHIP))
         assert (whole.shortened, whole.receipt.notes) == (False, [])
