@@ -321,7 +321,7 @@ class Engine(ProcessOwned, Documents):
         if ttl_s is not None:
             asked_for = {"messages": messages, "tools": tools, "group": group, "adapter": adapter, **shown}
             weights = fingerprint_of(self.fingerprint.whole if self.fingerprint else "", chosen)
-            pin = partial(self.pin, on_progress=on_progress)
+            pin = partial(self.pin, on_progress=on_progress, sources=sources)
             return self._groups.timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
         called, received = time.perf_counter(), self.store.heed()
         sticky = () if group is None else self._groups.tools(namespace, group, chosen)

@@ -203,6 +203,20 @@ def test_a_disk_that_refuses_ends_learning(tmp_path: Path) -> None:
         assert len(running.learn({"text-7": TEXTS["text-7"]}).documents) == 1
 
 
+def test_a_pack_that_another_process_deletes_is_no_error(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as running, engine(store=tmp_path) as other:
+        flush = running.store.flush
+
+        def late(timeout_s: float | None = None) -> bool:
+            flush(timeout_s)
+            other.forget(group="documents")
+            return flush(timeout_s)
+
+        running.store.flush = late  # type: ignore[method-assign]
+        assert running.learn(TEXTS, pack_tokens=1).documents == ()
+        assert running.store.audit()["pins"] == 0
+
+
 def test_a_changed_text_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     with engine(store=tmp_path) as running:
         running.learn(TEXTS, pack_tokens=150)

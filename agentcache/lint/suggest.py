@@ -47,6 +47,7 @@ def entries(report: Report) -> list[Entry]:
 
 
 def toml(report: Report) -> str:
+    """The entries as a file of volatile values."""
     out = [HEAD]
     for entry in entries(report):
         shown = re.sub(r"[^\x20-\x7e]", "?", entry.example)[:100]

@@ -111,6 +111,16 @@ def test_least_recently_used_goes_first_and_leaves_before_their_parents() -> Non
     assert [store.match(HERE, as_ids([*p, 0]), peek=True).tokens for p in (a, b)] == [1024, 0]
 
 
+def test_a_released_prefix_goes_first_but_for_what_others_continue() -> None:
+    store = PrefixTree(1 << 30)
+    older, shared, own, other = (page_of(number) for number in range(4))
+    for ids in (older, shared + own, shared + other):
+        keep(store, ids)
+    assert store.pin(HERE, as_ids(shared + own)) == 2
+    assert store.release_pin(HERE.pin_name(as_ids(shared + own)), first=True)
+    assert [entry.ids.tolist() for entry in store.entries()] == [own, older, other, shared]
+
+
 def test_partial_pages_are_found_by_longest_common_run() -> None:
     store = PrefixTree(100 * SPEC.page_bytes)
     keep(store, page_of(1) + [2] * 100 + [3] * 50)
