@@ -120,7 +120,8 @@ def test_its_time_is_looked_at_with_every_request(running: Engine, now: list[flo
 
 
 def test_asked_for_again_it_only_lasts_longer(running: Engine, now: list[float]) -> None:
-    held = running.pin(TALK[:2], TOOLS, name="talk", ttl_s=60)
+    held = running.pin(TALK[:2], TOOLS, name="talk", ttl_s=60, sources=[("note", "digest", 3)])
+    assert held.sources == (("note", "digest", 3),)
     forwards = running.scheduler.ms_per_token
     now[0] += 50
     assert running.pin(TALK[:2], TOOLS, name="talk", ttl_s=60) is held
