@@ -34,7 +34,7 @@ class PagePool:
     def begin(self) -> None:
         """With nothing: at the start, and in a forked child, where the lock may be held by a thread that is not there."""
         self._lock = threading.RLock()  # a map may be given back by the very collection of garbage that an addition here sets off
-        self._maps: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self.maps: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self._engines = 0
         self.bytes = 0
 
@@ -48,20 +48,20 @@ class PagePool:
         with self._lock:
             self._engines -= 1
             if not self._engines:
-                self._maps.clear()
+                self.maps.clear()
                 self.bytes = 0
 
     def give(self, memory: mmap.mmap) -> None:
         """Keep a map, unless there is enough."""
         with self._lock:
             if self._engines and self.bytes + len(memory) <= USED_BYTES:
-                self._maps[len(memory)].append(memory)
+                self.maps[len(memory)].append(memory)
                 self.bytes += len(memory)
 
     def take(self, size: int) -> mmap.mmap | None:
         """A map of so many bytes, with whatever was written there."""
         with self._lock:
-            kept = self._maps[size]
+            kept = self.maps[size]
             if not kept:
                 return None
             self.bytes -= size
@@ -81,11 +81,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, whol
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
     memory = pool.take(size) if again else None
-    tensor = _over(memory or _map(size, whole), dtype)
+    tensor = tensor_over(memory or new_map(size, whole), dtype)
     return (tensor.zero_() if memory is not None else tensor).view(shape)
 
 
-def _map(size: int, whole: bool) -> mmap.mmap:
+def new_map(size: int, whole: bool) -> mmap.mmap:
+    """An anonymous map. whole: all of it will be written."""
     # a copy: Python's default is a shared map, which a forked child would write into, and which has no large pieces
     memory = mmap.mmap(-1, size, access=mmap.ACCESS_DEFAULT if sys.platform == "win32" else mmap.ACCESS_COPY)
     if whole and sys.platform == "linux":
@@ -94,7 +95,7 @@ def _map(size: int, whole: bool) -> mmap.mmap:
     return memory
 
 
-def _over(memory: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
+def tensor_over(memory: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
     """A tensor over all of a map, which is given back when the last view of it is gone."""
     held = np.frombuffer(memory, np.uint8)
     weakref.finalize(held, pool.give, memory).atexit = False

@@ -83,6 +83,10 @@ class Scheduler:
             self.hit_audit = HitAudit(runner, store)
         self.read_ahead: ReadAhead | None = None  # of sessions
         self.idle: list[IdleWork] = [self.hit_audit] if self.hit_audit else []
+        if runner.model.spec is not None and runner.model.spec.recurrent:
+            from .copy_memory import copies
+
+            self.idle.append(copies)
         self.most_rows = MAX_ROWS if runner.model.device.type == "cpu" else GPU_ROWS
         self.chunk_tokens = min(chunk_tokens or self.most_rows, self.most_rows)
         self.ms_per_token = 0.0

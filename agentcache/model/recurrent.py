@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from ..checkpoints import CHECKPOINT_TOKENS
+from ..copy_memory import copies
 from . import mixer_kernels
 from .kernels.dispatch import RowPureLinear
 
@@ -158,7 +159,7 @@ class RecurrentState(Cache):
             ):
                 for at in held:
                     state = next(given)
-                    held[at] = None if state is None else state.clone()
+                    held[at] = None if state is None else copies.copied(state)
                     known[at] = state is not None
                     layer.has_previous_state[at] |= state is not None
             for at, state in layer.conv_states.items():
@@ -175,7 +176,7 @@ def _states(layer: Any) -> States:
 
 @torch.inference_mode(False)  # a copy outlives the forward
 def _copied(layer: Any) -> States:
-    return tuple(state if state is None else state.clone() for state in _states(layer))
+    return tuple(state if state is None else copies.copied(state) for state in _states(layer))
 
 
 def _untouched(layer: Any) -> States:
