@@ -5,6 +5,7 @@ Compares once a request is answered: no first token waits for it. Lint is loaded
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class MissReport:
             self._open.put(namespace, "", known := Prompts())
         return known
 
-    def explain(self, namespace: str, layout: Layout, computed: int | None = None) -> Missed | None:
+    def explain(self, namespace: str, layout: Layout, computed: int = sys.maxsize) -> Missed | None:
         """Say why this prompt does not go on from the last one of its conversation. None: it does, or little was lost.
 
         computed: how many of its tokens were; those that an earlier prompt had left are no loss.
@@ -75,10 +76,8 @@ class MissReport:
             if prompts.grows(layout):
                 return None
             pair = prompts.compared.add(layout)
-        missed = pair.missed(LEAST) if pair else None
-        if missed is None or computed is None:
-            return missed
-        return replace(missed, cost_tokens=min(missed.cost_tokens, computed)) if computed >= LEAST else None
+        missed = pair.missed(LEAST) if pair and computed >= LEAST else None
+        return replace(missed, cost_tokens=min(missed.cost_tokens, computed)) if missed else None
 
 
 def _continues(old: Rendered, new: Rendered) -> bool:
