@@ -5,7 +5,9 @@ Compares once a request is answered: no first token waits for it. Lint is loaded
 
 from __future__ import annotations
 
+import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .layout.request import Rendered
@@ -62,8 +64,11 @@ class MissReport:
             self._open.put(namespace, "", known := Prompts())
         return known
 
-    def explain(self, namespace: str, layout: Layout) -> Missed | None:
-        """Say why this prompt does not go on from the last one of its conversation. None: it does, or little was lost."""
+    def explain(self, namespace: str, layout: Layout, computed: int = sys.maxsize) -> Missed | None:
+        """Say why this prompt does not go on from the last one of its conversation. None: it does, or little was lost.
+
+        computed: how many of its tokens were; those that an earlier prompt had left are no loss.
+        """
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets
         with self._lock:
@@ -71,7 +76,8 @@ class MissReport:
             if prompts.grows(layout):
                 return None
             pair = prompts.compared.add(layout)
-        return pair.missed(LEAST) if pair else None
+        missed = pair.missed(LEAST) if pair and computed >= LEAST else None
+        return replace(missed, cost_tokens=min(missed.cost_tokens, computed)) if missed else None
 
 
 def _continues(old: Rendered, new: Rendered) -> bool:

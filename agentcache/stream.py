@@ -218,7 +218,7 @@ class Completions:
         """Read the answer, remember its ids, and close the account."""
         asked, account, text = running.asked, running.account, running.decoding.text
         layout, reuses, cached = asked.layout, asked.reuse != "off", running.receipt.cached_tokens
-        missed = self._miss_report.explain(asked.namespace, layout) if reuses else None
+        missed = self._miss_report.explain(asked.namespace, layout, running.receipt.computed_tokens) if reuses else None
         self._store.forget_late(asked.namespace, running.received, self._miss_report.forget)
         generated = tuple(running.ids.all[asked.prompt_tokens :])
         parser = running.parser()

@@ -62,6 +62,17 @@ def test_each_cause_is_named_with_its_writer(cause: str, writer: str, change: An
         assert receipt.as_dict()["missed"]["cause"] == cause
 
 
+def test_what_an_earlier_prompt_had_left_is_no_miss() -> None:
+    """Two that alternate: the prompt before it is another one, and all of it is there from the one before that."""
+    with engine(chat_template=TOOL_TEMPLATES["chatml"]) as running:
+        told = [
+            running.generate(asked(SYSTEM.format(f"It is 10:{minute}."), 2), TOOLS, sampling=decode(4)).receipt for minute in (33, 34, 33)
+        ]
+        assert told[1].missed is not None
+        assert told[2].computed_tokens < 32
+        assert told[2].missed is None
+
+
 def test_tail_text_is_no_miss_and_reuse_off_asks_nothing() -> None:
     with engine(chat_template=TOOL_TEMPLATES["chatml"]) as running:
         for clock in ("It is 10:33.", "It is 10:34."):

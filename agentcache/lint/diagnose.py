@@ -119,6 +119,8 @@ def _fix(change: Change) -> str:
         text = _TEMPLATE_FIXES.get(cause, text)
     elif cause is Cause.ORDER and "keys" in detail:
         text = "Write the JSON of {writer} with its keys in one fixed order."
+    elif cause is Cause.ORDER and where == "system":
+        text = "Keep the lines of {writer} in one order, or move what changes places, such as retrieved passages, into the newest message."
     elif cause is Cause.ORDER and where == "history" and "messages" in detail:
         text = "Put the results before {writer} in the order of their calls, whichever came first."
     elif cause is Cause.ID and "tool calls" in detail:

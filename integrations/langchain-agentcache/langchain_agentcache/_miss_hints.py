@@ -33,7 +33,8 @@ HINTS = {
 
 def hinted(missed: Mapping[str, Any]) -> dict[str, Any]:
     """Cause and cure of a receipt, with LangChain's names for the cure where there are some."""
-    hint = HINTS.get(str(missed["cause"]))
+    in_system = missed["cause"] == "order" and missed["writer"] == "system"  # neither tools nor results: retrieved passages, mostly
+    hint = _VOLATILE if in_system else HINTS.get(str(missed["cause"]))
     return {**missed, "hint": hint} if hint else dict(missed)
 
 

@@ -123,6 +123,16 @@ async def passages(llm: Any) -> None:
         turns.append((await llm.achat([system(f"{PROMPT} Context: all about {topic}, {topic} and {topic}."), *turns])).message)
 
 
+async def ranked(llm: Any) -> None:
+    """The same passages there, as they are ranked for each question."""
+    turns: list[ChatMessage] = []
+    known = [f"The mole of harbour {n} has a lamp that is seen for {n} miles." for n in range(8)]
+    for found in (known, known[::-1]):
+        llm.expect("So it is.")
+        turns.append(user(f"What of it? {LONG}"))
+        turns.append((await llm.achat([system("\n\n".join([PROMPT, *found])), *turns])).message)
+
+
 CASES = [
     (retrieved, "changed tool set", "with_superset"),
     (handoff, "changed system text", "SharedAgentWorkflow"),
@@ -133,6 +143,7 @@ CASES = [
     (output, "rewritten conversation", "answer_at_tail"),
     (clock, "clock", "newest user message, or into volatile="),
     (passages, "changed system text", "retrieved passages, belongs into the newest user message"),
+    (ranked, "order", "retrieved passages, belongs into the newest user message"),
 ]
 
 

@@ -72,6 +72,20 @@ async def test_other_causes_are_told_beside_it(model: ChatAgentCache) -> None:
     assert "AgentCacheMiddleware(tools=[...])" in texts[1]
 
 
+def test_passages_in_another_order_belong_at_the_end(model: ChatAgentCache) -> None:
+    known = [f"The mole of harbour {n} has a lamp that is seen for {n} miles." for n in range(8)]
+
+    def ask(found: list[str]) -> None:
+        model.invoke([SystemMessage("\n\n".join([KEEPER, *found])), HumanMessage("Hello")])
+
+    ask(known)
+    (text,) = heard(lambda: ask(known[::-1]))
+    assert "order (system)" in text
+    assert "retrieved passages, into the newest message" in text
+    assert _miss_hints.HINTS["changed system text"] in text
+    assert "tools_order" not in text
+
+
 def test_shortening_is_told_if_it_does_not_stop(model: ChatAgentCache) -> None:
     turns = [each for n in range(6) for each in (HumanMessage(f"Ship {n} passes, and says so with flags."), AIMessage(f"Noted: {n}."))]
 

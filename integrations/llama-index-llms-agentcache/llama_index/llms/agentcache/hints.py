@@ -93,6 +93,8 @@ def _hint(missed: Mapping[str, Any], prompt: Sequence[Message] | str, tools: Seq
         return HANDOFF
     if cause == "edited history" and not tools and not isinstance(prompt, str) and "Action Input:" in prompt[0].content:
         return REACT
+    if cause == "order" and missed["writer"] == "system":  # neither tools nor results: retrieved passages, mostly
+        return _TAIL
     return HINTS.get(cause)
 
 
