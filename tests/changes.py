@@ -402,12 +402,12 @@ def _precision(model: Any) -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-for _name, _products, _value in (
-    ("of every backend", torch.backends, "tf32"),
-    ("of CUDA", torch.backends.cuda.matmul, "tf32"),
-    ("of oneDNN", torch.backends.mkldnn.matmul, "bf16"),
-):
-    if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9, and then torch does not say it by the older name any more
+if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9, and then torch does not say it by the older name any more
+    for _name, _products, _value in (
+        ("of every backend", torch.backends, "tf32"),
+        ("of CUDA", torch.backends.cuda.matmul, "tf32"),
+        ("of oneDNN", torch.backends.mkldnn.matmul, "bf16"),
+    ):
         CHANGES[f"precision of products {_name}"] = Change("llama", _attribute(lambda _, owner=_products: owner, "fp32_precision", _value))
 
 
