@@ -5,7 +5,6 @@ Compares once a request is answered: no first token waits for it. Lint is loaded
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -64,20 +63,15 @@ class MissReport:
             self._open.put(namespace, "", known := Prompts())
         return known
 
-    def explain(self, namespace: str, layout: Layout, computed: int = sys.maxsize) -> Missed | None:
-        """Say why this prompt does not go on from the last one of its conversation. None: it does, or little was lost.
-
-        computed: how many of its tokens were; those that an earlier prompt had left are no loss.
-        """
+    def explain(self, namespace: str, layout: Layout, computed: int = 1 << 62) -> Missed | None:
+        """Say why a prompt, `computed` tokens of it, does not go on from its conversation's last one. None: it does, or little is lost."""
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets
         with self._lock:
             prompts = self.prompts(namespace)
-            if prompts.grows(layout):
-                return None
-            pair = prompts.compared.add(layout)
-        missed = pair.missed(LEAST) if pair and computed >= LEAST else None
-        return replace(missed, cost_tokens=min(missed.cost_tokens, computed)) if missed else None
+            pair = None if prompts.grows(layout) else prompts.compared.add(layout)
+        lost = pair.missed(LEAST) if pair and computed >= LEAST else None
+        return lost and replace(lost, cost_tokens=min(lost.cost_tokens, computed))
 
 
 def _continues(old: Rendered, new: Rendered) -> bool:
