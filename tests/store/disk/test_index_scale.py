@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
@@ -53,6 +54,7 @@ def timed(folder: Folder) -> dict[str, float]:
     return best
 
 
+@pytest.mark.alone
 def test_a_hundred_times_the_rows_cost_little_more(tmp_path: Path) -> None:
     took = {}
     for count in (1_000, 100_000):
