@@ -21,6 +21,7 @@ from tests import compiled
 
 if TYPE_CHECKING:
     from agentcache import Engine
+    from agentcache.page_memory import PagePool
     from tests.asking import Asking
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
@@ -153,3 +154,14 @@ def asking() -> Iterator[Callable[..., Asking]]:
     yield make
     for one in made:
         one.engine.close()
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> PagePool:
+    """As while an engine is open, with nothing kept."""
+    from agentcache import page_memory
+
+    fresh = page_memory.PagePool()
+    fresh.open()
+    monkeypatch.setattr(page_memory, "pool", fresh)
+    return fresh

@@ -18,15 +18,6 @@ STATE = torch.randn(2, 300, 300)
 BYTES = STATE.numel() * 4
 
 
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> PagePool:
-    """As while an engine is open, with nothing kept."""
-    fresh = PagePool()
-    fresh.open()
-    monkeypatch.setattr(page_memory, "pool", fresh)
-    return fresh
-
-
 def test_copies_take_what_an_idle_engine_committed(pool: PagePool) -> None:
     memory = CopyMemory()
     copies = [memory.copied(STATE) for _ in range(3)]

@@ -44,15 +44,6 @@ def test_a_page_takes_what_is_ready_once() -> None:
     assert not second.values.any()
 
 
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> PagePool:
-    """As while an engine is open, with nothing kept."""
-    fresh = PagePool()
-    fresh.open()
-    monkeypatch.setattr(page_memory, "pool", fresh)
-    return fresh
-
-
 def spoilt(spec: KVSpec, whole: bool = False) -> Page:
     page = Page(spec, whole=whole)
     page.keys.fill_(float("nan"))
