@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from .errors import ConfigError, PolicyError, shown
+from .toml_file import read_toml
 from .types import Reason, Refusal, Reuse, check_name
 
 if TYPE_CHECKING:
@@ -35,11 +34,6 @@ if TYPE_CHECKING:
     from .receipt import Account
     from .request import Running
     from .store.tool_group import ToolGroup
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MODES: tuple[str, ...] = get_args(Reuse)
 Release = Callable[..., bool]
@@ -103,11 +97,7 @@ class Policy:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Policy:
         """From a file. ConfigError: it cannot be read, or holds what is no rule; file and line are named."""
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-            plain = tomllib.loads(text)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"policy={os.fspath(path)!r} cannot be read: {error}") from error
+        plain, text = read_toml(path, f"policy={os.fspath(path)!r}")
         heads = [number for number, line in enumerate(text.split("\n"), 1) if re.match(r"\s*\[\[", line)]
         tables = plain.pop("rule", None)
         if plain or not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):

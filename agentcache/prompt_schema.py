@@ -9,19 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import string
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import SchemaError, shown
+from .toml_file import read_toml
 from .types import Message, Role
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class Named(Protocol):
@@ -125,10 +120,7 @@ class Schema:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Schema:
         """Read a TOML file: `name`, `role`, `separator`, and [[parts]] with the fields of `Part`. SchemaError names the fault."""
-        try:
-            found = tomllib.loads(Path(path).read_text("utf-8-sig"))
-        except (OSError, ValueError) as error:
-            raise SchemaError(f"{os.fspath(path)!r} cannot be read as TOML: {error}") from error
+        found, _ = read_toml(path, f"schema file {os.fspath(path)!r}", SchemaError)
         table = {"name": Path(path).stem, **found, "parts": _parts(found.get("parts", ()), "parts")}
         return cls(**_known(table, cls, f"{os.fspath(path)!r}"))
 

@@ -13,19 +13,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 from ..errors import ConfigError, MessageError
 from ..namespace_lru import Covering, NamespaceLRU
+from ..toml_file import read_toml
 from ..types import Message, Role
 from .canonical import text_of
 from .plain import VOLATILE, Plain, is_system, plain_message
@@ -74,10 +68,7 @@ Rule = re.Pattern[str]
 
 def read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
     """The patterns of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError names the fault."""
-    try:
-        found = tomllib.loads(Path(path).read_text("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"layout file {os.fspath(path)!r} cannot be read: {error}") from error
+    found, _ = read_toml(path, f"layout file {os.fspath(path)!r}")
     tables = found.pop("volatile", [])
     if found or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"layout file {os.fspath(path)!r}: expected only tables [[volatile]], got {sorted(found) or tables!r:.200}")

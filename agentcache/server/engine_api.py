@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import anyio.to_thread
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -131,6 +131,12 @@ class LearnBody(CallBody):
     pack_tokens: Annotated[int, Field(ge=1)] = PACK_TOKENS
 
 
+class NamedBody(EngineBody):
+    """GET /v1/engine/documents: of one name, or of all."""
+
+    name: str | None = None
+
+
 class UnlearnBody(EngineBody):
     """POST /v1/engine/unlearn."""
 
@@ -160,140 +166,112 @@ async def _events(answer: Answer) -> AsyncIterator[str]:
     yield sse({**asdict(completion), "receipt": completion.receipt.as_dict(), "deltas": last}, "completion")
 
 
-async def _run(request: Request, model: str | None, work: Callable[[Engine, Tenant], Any]) -> Response:
-    """The result of `work` with an engine, on a thread."""
-    state: ServerState = request.app.state.server
-    tenant: Tenant = request.state.tenant
-    with state.admit(tenant):
-        async with state.models.use(model) as engine:
-            return JSONResponse(await anyio.to_thread.run_sync(work, engine, tenant))
+Work = Callable[["Engine", Tenant, Any], Any]
 
 
-@router.get("")
-async def facts(request: Request, model: str | None = None) -> Response:
+def _call(path: str, kind: type[EngineBody], method: str = "POST") -> Callable[[Work], Work]:
+    """Make a route of work(engine, tenant, said), which runs on a thread; said: the body, of a GET the query."""
+
+    def routed(work: Work) -> Work:
+        async def route(said: Any, request: Request) -> Response:
+            state: ServerState = request.app.state.server
+            tenant: Tenant = request.state.tenant
+            with state.admit(tenant):
+                async with state.models.use(said.model) as engine:
+                    return JSONResponse(await anyio.to_thread.run_sync(work, engine, tenant, said))
+
+        route.__annotations__["said"] = kind if method == "POST" else Annotated[kind, Query()]
+        router.add_api_route(path, route, methods=[method], name=work.__name__, description=work.__doc__)
+        return work
+
+    return routed
+
+
+@_call("", EngineBody, "GET")
+def facts(engine: Engine, tenant: Tenant, asked: EngineBody) -> dict[str, Any]:
     """Tell what a client asks about a model before it uses it."""
-
-    def told(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        said = {"name": engine.name, "context_tokens": engine.model.context_tokens, "namespace": tenant.namespace}
-        return {**asdict(ModelFacts.of_engine(engine)), **said, "eos_token_id": engine.tokenizer.eos_token_id}
-
-    return await _run(request, model, told)
+    said = {"name": engine.name, "context_tokens": engine.model.context_tokens, "namespace": tenant.namespace}
+    return {**asdict(ModelFacts.of_engine(engine)), **said, "eos_token_id": engine.tokenizer.eos_token_id}
 
 
-@router.post("/render")
-async def render(body: RenderBody, request: Request) -> Response:
+@_call("/render", RenderBody)
+def render(engine: Engine, tenant: Tenant, body: RenderBody) -> dict[str, Any]:
     """The token ids of a prompt, and its text."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        if body.messages is None:
-            return {"ids": list(engine.tokenizer(body.text or "", add_special_tokens=False)["input_ids"]), "text": body.text or ""}
-        layout = engine.renderer.render(body.messages, body.tools, namespace=tenant.namespace, template_kwargs=body.template_kwargs)
-        return {"ids": list(layout.ids), "text": layout.text}
-
-    return await _run(request, body.model, work)
+    if body.messages is None:
+        return {"ids": list(engine.tokenizer(body.text or "", add_special_tokens=False)["input_ids"]), "text": body.text or ""}
+    layout = engine.renderer.render(body.messages, body.tools, namespace=tenant.namespace, template_kwargs=body.template_kwargs)
+    return {"ids": list(layout.ids), "text": layout.text}
 
 
-@router.post("/decode")
-async def decode(body: DecodeBody, request: Request) -> Response:
+@_call("/decode", DecodeBody)
+def decode(engine: Engine, tenant: Tenant, body: DecodeBody) -> dict[str, str]:
     """The text of token ids."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, str]:
-        if body.ids and max(body.ids) >= engine.model.vocab:
-            raise ConfigError(f"ids={max(body.ids)!r}: the vocabulary has {engine.model.vocab} tokens")
-        return {"text": str(engine.tokenizer.decode(body.ids))}
-
-    return await _run(request, body.model, work)
+    if body.ids and max(body.ids) >= engine.model.vocab:
+        raise ConfigError(f"ids={max(body.ids)!r}: the vocabulary has {engine.model.vocab} tokens")
+    return {"text": str(engine.tokenizer.decode(body.ids))}
 
 
-@router.post("/pin")
-async def pin(body: PinBody, request: Request) -> Response:
+@_call("/pin", PinBody)
+def pin(engine: Engine, tenant: Tenant, body: PinBody) -> dict[str, Any]:
     """Pin the start of a conversation."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        made = engine.pin(**body.options(engine), namespace=tenant.namespace)
-        tenant.check_pins(made, engine)
-        return asdict(made)
-
-    return await _run(request, body.model, work)
+    made = engine.pin(**body.options(engine), namespace=tenant.namespace)
+    tenant.check_pins(made, engine)
+    return asdict(made)
 
 
-@router.post("/release")
-async def release(body: ReleaseBody, request: Request) -> Response:
+@_call("/release", ReleaseBody)
+def release(engine: Engine, tenant: Tenant, body: ReleaseBody) -> dict[str, bool]:
     """Unpin a tool group of the caller."""
-    return await _run(request, body.model, lambda engine, tenant: {"released": engine.release(body.name, namespace=tenant.namespace)})
+    return {"released": engine.release(body.name, namespace=tenant.namespace)}
 
 
-@router.get("/groups")
-async def groups(request: Request, model: str | None = None) -> Response:
+@_call("/groups", EngineBody, "GET")
+def groups(engine: Engine, tenant: Tenant, asked: EngineBody) -> dict[str, Any]:
     """The tool groups of the caller that are pinned now."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return {"groups": [asdict(group) for group in engine.groups if group.namespace == tenant.namespace]}
-
-    return await _run(request, model, work)
+    return {"groups": [asdict(group) for group in engine.groups if group.namespace == tenant.namespace]}
 
 
-@router.post("/arrange")
-async def arrange(body: ArrangeBody, request: Request) -> Response:
+@_call("/arrange", ArrangeBody)
+def arrange(engine: Engine, tenant: Tenant, body: ArrangeBody) -> dict[str, Any]:
     """The order of passages in which most of them are cached for the caller."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return asdict(engine.arrange(**body.options(engine), namespace=tenant.namespace))
-
-    return await _run(request, body.model, work)
+    return asdict(engine.arrange(**body.options(engine), namespace=tenant.namespace))
 
 
-@router.post("/learn")
-async def learn(body: LearnBody, request: Request) -> Response:
+@_call("/learn", LearnBody)
+def learn(engine: Engine, tenant: Tenant, body: LearnBody) -> dict[str, Any]:
     """Compute texts for later prompts of the caller. Those with which the caller would pin too much are deleted again."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        before = {group.name for group in engine.groups if group.namespace == tenant.namespace}
-        learnt = engine.learn(**body.options(engine), namespace=tenant.namespace)
-        made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
-        try:
-            for group in made:
-                tenant.rule.check_pins(group, engine.groups)
-        except PolicyError:
-            for group in made:
-                engine.forget(group=group.name, namespace=tenant.namespace)
-            raise
-        return asdict(learnt)
-
-    return await _run(request, body.model, work)
+    before = {group.name for group in engine.groups if group.namespace == tenant.namespace}
+    learnt = engine.learn(**body.options(engine), namespace=tenant.namespace)
+    made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
+    try:
+        for group in made:
+            tenant.rule.check_pins(group, engine.groups)
+    except PolicyError:
+        for group in made:
+            engine.forget(group=group.name, namespace=tenant.namespace)
+        raise
+    return asdict(learnt)
 
 
-@router.get("/documents")
-async def documents(request: Request, model: str | None = None, name: str | None = None) -> Response:
+@_call("/documents", NamedBody, "GET")
+def documents(engine: Engine, tenant: Tenant, asked: NamedBody) -> dict[str, Any]:
     """The texts that are learnt for the caller."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return {"documents": [asdict(document) for document in engine.documents(name, namespace=tenant.namespace)]}
-
-    return await _run(request, model, work)
+    return {"documents": [asdict(document) for document in engine.documents(asked.name, namespace=tenant.namespace)]}
 
 
-@router.post("/unlearn")
-async def unlearn(body: UnlearnBody, request: Request) -> Response:
+@_call("/unlearn", UnlearnBody)
+def unlearn(engine: Engine, tenant: Tenant, body: UnlearnBody) -> dict[str, int]:
     """Release texts of the caller by name."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, int]:
-        return {"released": engine.unlearn(body.sources, name=body.name, namespace=tenant.namespace)}
-
-    return await _run(request, body.model, work)
+    return {"released": engine.unlearn(body.sources, name=body.name, namespace=tenant.namespace)}
 
 
-@router.get("/stats")
-async def stats(request: Request, model: str | None = None) -> Response:
+@_call("/stats", EngineBody, "GET")
+def stats(engine: Engine, tenant: Tenant, asked: EngineBody) -> dict[str, Any]:
     """Counts of the caller's requests; those of all callers, the device and the store for an admin."""
-    return await _run(request, model, lambda engine, tenant: engine.stats(None if tenant.admin else tenant.namespace))
+    return engine.stats(None if tenant.admin else tenant.namespace)
 
 
-@router.post("/forget")
-async def forget(body: ForgetBody, request: Request) -> Response:
+@_call("/forget", ForgetBody)
+def forget(engine: Engine, tenant: Tenant, body: ForgetBody) -> dict[str, Any]:
     """Delete pages of the caller, in memory and on disk."""
-
-    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return asdict(engine.forget(namespace=tenant.namespace, **body.model_dump(exclude={"model"})))
-
-    return await _run(request, body.model, work)
+    return asdict(engine.forget(namespace=tenant.namespace, **body.model_dump(exclude={"model"})))

@@ -14,22 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, PolicyError
 from ..policy import Rule
+from ..toml_file import read_toml
 from ..types import check_name
 from .errors import ServerError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -73,10 +67,7 @@ class Tenants:
         """From a keys file. ConfigError: it cannot be used."""
         if path is None:
             return cls(None, most)
-        try:
-            plain = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"keys={os.fspath(path)!r} cannot be read: {error}") from error
+        plain, _ = read_toml(path, f"keys={os.fspath(path)!r}")
         if not plain:
             raise ConfigError(f"keys={os.fspath(path)!r} names no tenant: give each a table with a key")
         keys: dict[str, Tenant] = {}

@@ -82,6 +82,13 @@ def test_a_time_without_end_is_refused(served: Served, path: str) -> None:
         assert http.get("/tools").status_code == 200
 
 
+def test_a_misspelt_query_of_the_engine_is_refused(served: Served) -> None:
+    with served.client() as http:
+        answer = http.get("/v1/engine/documents", params={"nmae": "manual"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_parameter")
+    assert "nmae" in answer.json()["error"]["message"]
+
+
 def test_lone_surrogates_come_back_as_they_came(served: Served) -> None:
     items = [{"type": "message", "role": "user", "content": "\ud83d", "id": "msg_1"}]  # half of an emoji: what cut the text counts UTF-16
     with served.client() as http:
