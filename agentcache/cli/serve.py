@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.options import DeviceOption, Dtype, WeightsOption
+from ..bench.options import DeviceOption, Dtype, Weights, WeightsOption
 from ..errors import ConfigError
 from ..terminal import report_errors
-from .store import PolicyOption, StoreOption, given_system, given_tools, named_adapter
+from .store import PolicyOption, StoreOption, check_folder, given_system, given_tools, named_adapter
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..server.served_models import ServedModel
+    from ..server.tenants import Tenants
 
 
 def serve(
@@ -27,7 +28,7 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="An adapter of the first model, which answers under its name; repeatable.")
     ] = None,
-    warm: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON list of tools to compute before the first request.")] = None,
+    warm: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON list of tools to compute first, in each key's namespace.")] = None,
     system: Annotated[str | None, typer.Option(metavar="FILE|TEXT", help="System prompt of --warm.")] = None,
     idle: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Close a model that was not used for so long; 0: never.")] = 0.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests that may run at once.")] = 64,
@@ -52,7 +53,7 @@ def serve(
             from ..server.tenants import Tenants
         except ImportError as error:
             raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
-        _check(timeout, policy, device, bits)
+        _check(timeout, policy, device, weights, bits)
         tenants = Tenants.read(keys, requests)
         if host not in LOCAL and not tenants.asks_for_keys:
             raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
@@ -60,7 +61,7 @@ def serve(
         options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
         adapters = dict(named_adapter(said) for said in adapter or ())
         served = [
-            _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system)
+            _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system, tenants)
             for number, said in enumerate(models)
         ]
         if len({*adapters, *(model.name for model in served)}) < len(adapter or ()) + len(served):
@@ -74,7 +75,7 @@ def serve(
             EndingServer(config, state.closing).run([listener])
 
 
-def _check(timeout: float, policy: Path | None, device: str, bits: int | None) -> None:
+def _check(timeout: float, policy: Path | None, device: str, weights: Weights | None, bits: int | None) -> None:
     """Refuse, before it listens, what each engine would refuse later."""
     if not timeout:
         raise ConfigError(f"--timeout={timeout!r}: no answer is whole in no time; give seconds, or inf for no bound")
@@ -88,6 +89,8 @@ def _check(timeout: float, policy: Path | None, device: str, bits: int | None) -
         place(device)
     if bits not in (None, 4, 8):
         raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
+    if bits and weights:
+        raise ConfigError(f"--bits={bits!r} and --weights={weights.value!r}: choose one")
 
 
 def _folder(store: Path | None) -> Path | None:
@@ -102,14 +105,15 @@ def _folder(store: Path | None) -> Path | None:
     return Folder.open(place, create=True).path
 
 
-def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: str | None) -> ServedModel:
-    """A model as the command line names it. options: of its engine."""
+def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: str | None, tenants: Tenants) -> ServedModel:
+    """A model as the command line names it. options: of its engine; each tenant finds what is warmed."""
     from ..server.served_models import ServedModel
 
     name, sep, path = said.partition("=")
     path = path if sep else said
     if not path or not name:
         raise ConfigError(f"MODEL={said!r}: give a folder, an id, or NAME=PATH")
+    check_folder("MODEL", path)
     shown = name if sep else Path(path).name if os.path.isdir(path) else path
     prompt, tools = given_system(system), given_tools(warm, "--warm")
 
@@ -122,7 +126,8 @@ def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: st
         if warm is not None or system is not None:
             say("computing the tool group")
             try:
-                engine.warm(prompt, tools, name="served")
+                for tenant in tenants:
+                    tenant.check_pins(engine.warm(prompt, tools, name="served", namespace=tenant.namespace), engine)
             except BaseException:
                 engine.close()
                 raise

@@ -55,7 +55,14 @@ def named_adapter(said: str) -> tuple[str, str]:
     name, _, path = said.partition("=")
     if not name or not path:
         raise ConfigError(f"--adapter={said!r}: give NAME=PATH, a folder that PEFT saved or a Hub id")
+    check_folder("--adapter", path)
     return name, path
+
+
+def check_folder(option: str, path: str) -> None:
+    """ConfigError for a path at which there is no folder; an id on the Hub is no path."""
+    if not os.path.isdir(path) and (os.path.isabs(path) or path.startswith(".")):
+        raise ConfigError(f"{option}: there is no folder {path!r}; give one, or an id on the Hugging Face Hub")
 
 
 @contextmanager

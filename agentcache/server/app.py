@@ -130,10 +130,11 @@ def _response(error: ServerError) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ServerError):
-        lost = error.status_code == 404
-        way = "; OpenAI's API lies under /v1, and GET /openapi.json tells of all routes" if lost else ""
-        detail = f"{request.method} {request.url.path}: {error.detail}{way}"
-        error = ServerError(error.status_code, detail, code="not_found" if lost else None, headers=error.headers)
+        code = {404: "not_found", 400: "invalid_json"}.get(error.status_code)  # FastAPI's 400: a body that json cannot read
+        way = {404: "; OpenAI's API lies under /v1, and GET /openapi.json tells of all routes"}
+        way |= {400: "; send JSON in UTF-8, neither compressed nor nested so deep"}
+        detail = f"{request.method} {request.url.path}: {error.detail}{way.get(error.status_code, '')}"
+        error = ServerError(error.status_code, detail, code=code, headers=error.headers)
     return _response(error)
 
 

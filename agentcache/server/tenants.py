@@ -78,6 +78,9 @@ class Tenants:
             keys[digest] = tenant
         return cls(keys, most)
 
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter([self._local] if self._keys is None else self._keys.values())
+
     @property
     def asks_for_keys(self) -> bool:
         """Tell whether a key is needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_a_body_that_breaks_off_is_told_where(served: Served) -> None:
     with served.client() as http:
         answer = http.post(CHAT, content=b'{"messages": []} x', headers={"Content-Type": "application/json"}).json()["error"]
     assert (answer["message"], answer["param"], answer["code"]) == ("body: is no JSON: Extra data at character 17", None, "invalid_json")
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "Küste"}'.encode("latin-1"), gzip.compress(b'{"prompt": "x"}')], ids=["latin-1", "gzip"])
+def test_a_body_that_is_no_text_names_the_way(served: Served, body: bytes) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+    assert "send JSON in UTF-8, neither compressed" in answer.json()["error"]["message"]
 
 
 def test_what_cannot_be_honoured_is_to_be_left_out(served: Served) -> None:

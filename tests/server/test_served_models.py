@@ -141,6 +141,9 @@ def test_weights_are_quantized_as_the_command_says(monkeypatch: pytest.MonkeyPat
     state.models.first.open(print)
     assert loading.items() <= made[0].items()
     assert "--bits=3: must be 4 or 8" in commanded(monkeypatch, "embedded", "--bits", "3")[1]
+    assert "choose one" in commanded(monkeypatch, "embedded", "--bits", "4", "--weights", "int8")[1]
+    assert "MODEL: there is no folder '/no/model'" in commanded(monkeypatch, "m=/no/model")[1]
+    assert "--adapter: there is no folder './no'" in commanded(monkeypatch, "embedded", "--adapter", "a=./no")[1]
 
 
 def test_the_command_tells_an_address_that_clients_take(monkeypatch: pytest.MonkeyPatch) -> None:

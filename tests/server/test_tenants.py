@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.errors import ConfigError
+from agentcache import Message
+from agentcache.errors import ConfigError, PolicyError
 from agentcache.server.tenants import Tenants
-from tests.serving import ADMIN, ALICE, ASKED, BOB, ENDLESS, SYSTEM, TIDE, Served, keyed
+from tests.serving import ADMIN, ALICE, ASKED, BOB, ENDLESS, KEYS, SYSTEM, TIDE, Served, commanded, keyed
 
 
 @pytest.fixture(scope="module", name="keyed")
@@ -84,6 +85,25 @@ def test_pinned_pages_are_bounded(keyed: Served) -> None:
     engine = keyed.state.models.first.engine
     assert engine is not None
     assert "large" not in {group.name for group in engine.groups}
+
+
+def test_each_tenant_finds_what_is_warmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    words = ("embedded", "--keys", str(tmp_path / "keys.toml"), "--store", str(tmp_path / "store"), "--system", SYSTEM)
+    state, said = commanded(monkeypatch, *words)
+    assert state is not None, said
+    with state.models.first.open(lambda phase: None) as engine:
+        found = [engine.probe([Message("system", SYSTEM), Message("user", "?")], namespace=name) for name in ("alice", "bob", "root")]
+    assert min(probe.memory_tokens for probe in found) > 100
+
+
+def test_what_is_warmed_counts_as_a_tenants_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS.replace("pages = 3", "pages = 1"))
+    words = ("embedded", "--keys", str(tmp_path / "keys.toml"), "--store", str(tmp_path / "store"), "--system", SYSTEM * 4)
+    state, said = commanded(monkeypatch, *words)
+    assert state is not None, said
+    with pytest.raises(PolicyError, match="'alice' may pin 1 pages"):
+        state.models.first.open(lambda phase: None)
 
 
 def test_requests_at_once_are_bounded(keyed: Served) -> None:
