@@ -39,20 +39,25 @@ class Passages:
         order: list[int] = []
         ends: list[int] = []
         at = seam = 0
-        while (start := self._next(run, at, seam, order)) is not None:
+        while True:
+            start = at + seam  # mostly the next passage stands after the same seam as the last one
+            if (number := self._begun(run, start, order)) is None:
+                for start in range(at, min(at + SEAM, len(run) - EDGE + 1), SIZE):
+                    if (number := self._begun(run, start, order)) is not None:
+                        break
+                else:
+                    return order, ends
             seam = start - at
-            at = min(start + len(self._inner[order[-1]]), len(run))
+            at = min(start + len(self._inner[number]), len(run))
+            order.append(number)
             ends.append(at // SIZE)
-        return order, ends
 
-    def _next(self, run: bytes, at: int, seam: int, order: list[int]) -> int | None:
-        """Find where the next passage begins, mostly behind the same seam as the last one, and add its number to `order`."""
-        for start in (at + seam, *range(at, min(at + SEAM, len(run) - EDGE + 1), SIZE)):
-            for number in self._starts.get(run[start : start + EDGE], ()):
-                inner = self._inner[number]
-                if number not in order and inner.startswith(run[start : start + len(inner)]):
-                    order.append(number)
-                    return start
+    def _begun(self, run: bytes, start: int, order: list[int]) -> int | None:
+        """The passage that begins at `start` and is not in `order`."""
+        for number in self._starts.get(run[start : start + EDGE], ()):
+            inner = self._inner[number]
+            if number not in order and inner.startswith(run[start : start + len(inner)]):
+                return number
         return None
 
 
