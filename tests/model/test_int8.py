@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentcache import Engine
+from agentcache import Engine, StoreOptions
 from agentcache.errors import ConfigError
 from agentcache.model import int8, steps
 from agentcache.model.hf import HFModel
@@ -107,7 +107,7 @@ def ask(engine: Engine, **options: Any) -> tuple[list[int], str, Any]:
 
 def ask_later(parent: Connection, folder: Path, store: Path) -> None:
     """In a process of its own."""
-    with Engine(str(folder), weights="int8", store=store) as engine:
+    with Engine(str(folder), weights="int8", store=StoreOptions(store, refuse_slow=False)) as engine:
         ids, digest, receipt = ask(engine)
     parent.send((ids, digest, receipt.disk_tokens > 400, receipt.bitwise))
 
