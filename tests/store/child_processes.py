@@ -59,7 +59,7 @@ def ask_for_a_while(parent: Connection, model: Path, store: Path, seed: int, sec
 def answer_in_session(parent: Connection, store: Path, talk: Path, turns: int) -> None:
     """Go on with the session "alice" of the embedded model, so many turns; 0: until it is killed."""
     said = json.loads(talk.read_text())
-    with Engine("embedded", store=StoreOptions(store, check_one_in=0)) as running:
+    with Engine("embedded", store=StoreOptions(store, check_one_in=0, refuse_slow=False)) as running:
         session = running.session("alice")
         for number in itertools.count(1):
             own, off = list[torch.Tensor](), list[torch.Tensor]()
