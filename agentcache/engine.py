@@ -213,7 +213,7 @@ class Engine(ProcessOwned, Documents):
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
         forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
         decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
-        provenance = Provenance(self.fingerprint.whole if self.fingerprint else "", asked.received.made)
+        provenance = Provenance(self.fingerprint.sampled() if self.fingerprint else "", asked.received.made)
         return Running(asked, account, TokenIds(asked.layout.ids), decoding, provenance)
 
     @property

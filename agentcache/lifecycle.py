@@ -213,8 +213,8 @@ class Lifecycle:
                 self._record_grade(running)
 
     def _record_forward(self, running: Running, outcome: Outcome) -> None:
-        numerics, known = self.runner.model.numerics, running.provenance.numerics
-        if numerics is not None and isinstance(running.sequence, Sequence):
+        known, running.provenance.looked = running.provenance.numerics, False
+        if (numerics := self.runner.model.numerics) is not None and isinstance(running.sequence, Sequence):
             known.add(numerics.digest)
         running.account.record_forward(len(known) == 1, outcome.retried)
         if outcome.moved and running.provenance.holds:
@@ -270,10 +270,8 @@ class Lifecycle:
         running.account.record_note(f"{again} tokens computed again behind {length - 1}: rotary frequencies change with the length")
 
     def _non_finite(self, running: Running, what: str) -> NonFiniteLogitsError | None:
-        """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite.
-
-        What was attached may be why: it is computed instead, once, unless some of the answer is out already.
-        """
+        """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite. What was attached may
+        be why: it is computed instead, once, unless some of the answer is out already."""
         sequence, at, near = running.sequence, len(running.ids), running.ranges
         if isinstance(sequence, Sequence):
             at = sequence.length
@@ -291,10 +289,12 @@ class Lifecycle:
     # -- admitting -------------------------------------------------------------------------------------------------
 
     def current(self, running: Running) -> bool:
-        """Tell whether the weights are those that the request was made for, if that matters to it."""
-        known = self.runner.model.fingerprint
-        careless = running.asked.reuse == "off" or running.restless
-        return careless or known is None or known.holds(running.provenance.fingerprint)
+        """Tell whether the weights are those that the request was made for, if that matters to it. Looks once after each forward."""
+        known, origin = self.runner.model.fingerprint, running.provenance
+        if origin.looked or running.asked.reuse == "off" or running.restless or known is None:
+            return True
+        origin.looked = known.sampled() == origin.fingerprint
+        return origin.looked
 
     def _holds(self, running: Running) -> bool:
         """Tell whether the weights are still those of the request: before anything of it is admitted."""

@@ -146,6 +146,8 @@ class Provenance:
     numerics: set[str] = field(default_factory=set)
     # whether the weights were those of the fingerprint at the last look
     holds: bool = True
+    # whether a look found them so, and no forward of it ran since
+    looked: bool = False
 
     def attach(self, entries: Iterable[Entry]) -> None:
         """Add pages: when one of them has to go, so has everything computed after it."""

@@ -235,9 +235,6 @@ class Scheduler:
             try:
                 if self._waits(request) or (filling and self._uncached(request) > self.chunk_tokens):
                     continue
-                if not self.lifecycle.current(request):
-                    self._renew(request)
-                    continue
                 self._waiting.remove(request)
                 self._live.append(request)
                 self.lifecycle.start(request)

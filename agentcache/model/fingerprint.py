@@ -80,10 +80,10 @@ class Fingerprint:
         self._look(sampled=False)
         return self.known
 
-    def holds(self, whole: str) -> bool:
-        """Whether this is the digest of now, a sample of all values included. 1 ms for 28 layers."""
+    def sampled(self) -> str:
+        """`whole`, after a look at a sample of all values, too. 3 ms for 28 layers after a forward."""
         self._look(sampled=True)
-        return self.known == whole
+        return self.known
 
     def invalidate(self) -> None:
         """Declare that weights changed in a way that cannot be noticed."""
