@@ -20,7 +20,7 @@ from .tokenise import EMPTY, Encoded, common_length
 ENTRIES = 256  # renderings per namespace: some more than agents that plausibly alternate on one device
 CHARS = 16_000_000  # of all renderings: at about 5 bytes per character (text, ids, ends as shared ints) some 100-250 MB at most
 SPLICES = 16_384  # remembered messages: 30 steps each of 500 episodes
-GENERATED = 8_000_000  # ids held by them
+GENERATED = 8_000_000  # ids held by them, those of their prompts too: some 20 to 80 bytes each
 
 
 class Kept(Protocol):
@@ -65,7 +65,7 @@ class Memory:
         self._by_namespace: dict[str, OrderedDict[bytes, Encoded]] = {}
         self._held_chars = 0
         self.generated: NamespaceLRU[bytes, Generated] = NamespaceLRU(
-            SPLICES, GENERATED, lambda generated: len(generated.ids), lambda generated: generated.made
+            SPLICES, GENERATED, lambda known: len(known.prompt.ids) + len(known.ids), lambda known: known.made
         )
         self.absent: NamespaceLRU[bytes, bool] = NamespaceLRU(SPLICES)
 

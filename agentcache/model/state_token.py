@@ -27,6 +27,7 @@ SAMPLED = 64  # values of each tensor; all of them change when an adapter is mer
 _SCALES = ("absmax", "code", "offset")  # of a bitsandbytes quantisation
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
+_LOADING = frozenset({"init_weights", "tie_weights"})  # of the base of all models: exchanged by transformers while it loads any
 _version = operator.attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -96,10 +97,9 @@ class StateToken:
         hooks += [getattr(torch_module, name) for name in behaviour.EVERY_MODULE]
         self._unhooked = [each for each in hooks if not each]
         seen = [_Rest(own, frozenset(written[m])) if m in written else own for m, own in zip(self.modules, owned)]
-        inner = [value for own in seen for value in _inner(own)]
         adapted = [own for module, own in zip(self.modules, seen) if not behaviour.of_library(module)]
         self._wrappers = [(each, vars(each)) for module in self.modules for _, each in wrapped_weights.wrappers(module)]
-        self._quick = _Copies([*adapted, *inner, *(within for _, within in self._wrappers)])
+        self._quick = _Copies([*adapted, *chain.from_iterable(map(_inner, seen)), *(within for _, within in self._wrappers)])
         self._strayed, self._known = False, set(map(id, self.tensors))
         self._near: dict[int, _Near] = {}
         self._attends: _Near | None = None
@@ -110,10 +110,10 @@ class StateToken:
             self._layers.append(_Near(inside, [m for m in inside if m not in written and not _multiplies_first(m)]))
             self._surround(layer, ())
         self._settings = _Copies([*seen, *filter(None, hooks)])
-        kinds = list(dict.fromkeys(map(type, self.modules)))
-        bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object)
-        self._code = _Copies([*map(vars, bases), *map(vars, behaviour.namespaces(kinds)), vars(torch.nn.functional)])
         self._kinds = list(map(type, self.modules))
+        bases = dict.fromkeys(base for kind in self._kinds for base in kind.__mro__ if base is not object)
+        told = [_Rest(vars(base), _LOADING) if _LOADING & vars(base).keys() else vars(base) for base in bases]
+        self._code = _Copies([*told, *map(vars, behaviour.namespaces(self._kinds)), vars(torch.nn.functional)])
         self._names = Names()
         self._words = behaviour.own_words(self.modules, self._names, written)
         self._switches = behaviour.switches()
@@ -252,9 +252,9 @@ def _multiplies_first(module: torch.nn.Module) -> bool:
 
 
 class _Rest(dict[str, Any]):
-    """A module's attributes but for some of them, as they are whenever it is compared."""
+    """Attributes of a module or class but for some of them, as they are whenever it is compared."""
 
-    def __init__(self, own: dict[str, Any], without: frozenset[str]) -> None:
+    def __init__(self, own: Mapping[str, Any], without: frozenset[str]) -> None:
         self._own, self._without = own, without
 
     def items(self) -> Any:

@@ -80,6 +80,7 @@ class RegisteredTools:
 
     def drop(self, group: Registered) -> None:
         self._write((group.namespace, group.name), None)
+        self._used.pop((group.namespace, group.name), None)
 
     def _read(self) -> dict[tuple[str, str], Registered]:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from ..namespace_lru import NamespaceLRU
 from .errors import ServerError
 
-STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of their items
+STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of them and their input
 Items = list[dict[str, Any]]
 
 
@@ -24,7 +24,7 @@ class StoredResponse:
     @property
     def chars(self) -> int:
         """Characters that it takes to remember it."""
-        return len(json.dumps([self.response["output"], self.input])) + 64
+        return len(json.dumps([self.response, self.input]))
 
 
 class StoredResponses(NamespaceLRU[str, StoredResponse]):

@@ -55,6 +55,16 @@ def test_own_ids_come_back_verbatim(name: str, end: str) -> None:
     check_cover(last)
 
 
+def test_remembered_answers_are_bounded_with_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.layout.memory.GENERATED", 2000)
+    renderer = renderer_of()
+    for number in range(12):
+        layout = renderer.render([Message("system", "Read the tables of the day. " * 40), Message("user", f"Answer {number}.")])
+        renderer.remember(layout, odd_ids("Done."), Message("assistant", "Done."))
+    held = [len(one.prompt.ids) for one in renderer._memory.generated._values.values()]
+    assert 1000 < sum(held) <= 2000
+
+
 def test_the_terminator_is_added_when_generation_lacked_it() -> None:
     renderer = renderer_of()
     done = steps(renderer, 2, "")

@@ -264,6 +264,15 @@ def test_models_loaded_before_change_no_fingerprint() -> None:
     assert own == other
 
 
+def test_another_model_that_is_loading_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = StateToken(models.build("qwen3"))
+    for name in ("tie_weights", "init_weights"):  # transformers exchanges them in the base of all models until it is loaded
+        monkeypatch.setattr(transformers.PreTrainedModel, name, lambda self: None)
+    assert not token.moved()
+    monkeypatch.setattr(transformers.PreTrainedModel, "forward", lambda self: None, raising=False)
+    assert token.moved()
+
+
 def test_a_function_beside_a_forward_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also once others were described."""
     model = models.build("llama")

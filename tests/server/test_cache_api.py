@@ -139,6 +139,15 @@ def test_a_timed_group_lapses_after_a_restart(tmp_path: Path) -> None:
         assert [group.name for group in second.state.tools.lapsed()] == ["desk"]
 
 
+def test_of_a_deleted_group_no_time_is_kept() -> None:
+    tools = RegisteredTools(None)
+    group = Registered("a", "alice", "small", "x", ttl_s=5.0)
+    tools.add(group)
+    tools.use("alice", "a")
+    tools.drop(group)
+    assert not tools._used
+
+
 def test_servers_on_one_store_remember_all_groups(tmp_path: Path) -> None:
     one, two = Registered("a", "alice", "small", "x"), Registered("b", "bob", "large", "y")
     first, second = RegisteredTools(tmp_path), RegisteredTools(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentcache.server.responses import messages_of
+from agentcache.server.stored_responses import StoredResponse, StoredResponses
 from tests.serving import SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
@@ -108,6 +109,15 @@ def test_a_response_is_stored_only_if_it_may_be(served: Served) -> None:
         api.responses.retrieve(response.id)
     with pytest.raises(openai.NotFoundError, match="not stored"):
         api.responses.create(**ASKED, previous_response_id=response.id)
+
+
+def test_stored_responses_are_bounded_with_their_instructions_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.server.stored_responses.STORED_CHARS", 10_000)
+    kept = StoredResponses()
+    for number in range(20):
+        said = {"output": [], "instructions": "Read the tables. " * 50, "tools": [TOOL], "created_at": number}
+        kept.put("default", str(number), StoredResponse(said, [], []))
+    assert 5 < len(kept) < 11
 
 
 def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:

@@ -23,6 +23,7 @@ from .folder import Folder
 from .schema import SCHEMA, VERSION, counted, guard, sound, totals, unguard
 
 MOST_SPLICES = 100_000
+MOST_GONE = 1000  # groups and sessions without a page: what is left of them is the order of their tools
 KEY_BYTES = 32
 DELETING = "deleting"  # begins keys of what is being deleted: a number, and the process
 DELETION = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
@@ -142,8 +143,20 @@ class IndexMetadata:
             sealed = guard(self.folder, last.to_json().encode(), named("group", *about))
             values = (*about, last.regime, sealed, last.tip, last.created or time.time(), tick(connection))
             connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+            self._drop_gone(connection)
 
         self._write(put, None)
+
+    def _drop_gone(self, connection: sqlite3.Connection) -> None:
+        """Forget manifests whose last page is not here, with the model's own ids that they name, beyond the MOST_GONE latest recorded."""
+        here = "EXISTS (SELECT 1 FROM pages WHERE page_key = tip AND pages.fingerprint = groups.fingerprint)"
+        sql = f"SELECT namespace, name, fingerprint, manifest FROM groups WHERE NOT {here} ORDER BY used DESC LIMIT -1 OFFSET ?"
+        for namespace, name, fingerprint, manifest in connection.execute(sql, (MOST_GONE,)).fetchall():
+            found = self._group(namespace, name, fingerprint, manifest)
+            ids = [(namespace, bytes.fromhex(key)) for key in found.splices] if found is not None else []
+            connection.executemany("DELETE FROM splices WHERE namespace = ? AND key = ?", ids)
+            condition, values = where(namespace=namespace, name=name, fingerprint=fingerprint)
+            connection.execute(f"DELETE FROM groups{condition}", values)
 
     def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name; None if there is none, or it is damaged."""

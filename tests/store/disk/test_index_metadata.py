@@ -140,6 +140,17 @@ def test_groups_by_name(index: Index) -> None:
     assert index.drop_group("ns", "tools") == 0
 
 
+def test_of_groups_without_pages_the_last_ones_stay(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_metadata, "MOST_GONE", 2)
+    kept = added_rows(index, random_ids(20))[0]
+    index.put_group(replace(GROUP, fingerprint=kept.fingerprint, page_keys=(kept.page_key.hex(),)))
+    index.put_splices([("ns", bytes([number] * 16), b"ids") for number in range(6)])
+    for number in range(6):
+        index.put_group(replace(GROUP, name=f"gone {number}", splices=((bytes([number] * 16)).hex(),)))
+    assert [group.name for group in index.groups()] == ["tools", "gone 4", "gone 5"]
+    assert [index.splice("ns", bytes([number] * 16)) for number in (3, 4)] == [None, b"ids"]
+
+
 def test_splices(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_metadata, "MOST_SPLICES", 5)
     index.put_splices([("ns", bytes([i]), b"ids%d" % i) for i in range(5)])
