@@ -107,6 +107,8 @@ def foreign(last: Request, request: Request) -> bool:
     """True if this is another agent, with the messages so far: its tools and system text are others, or all of that without tools."""
     old, new = _start(last), _start(request)
     had, has = {tool.name for tool in last.tools}, {tool.name for tool in request.tools}
+    if had and has and not had & has:  # however alike: "You are a flight booking assistant", "You are a hotel booking assistant"
+        return old != new
     if old and new:
         return (had != has and not similar(old, new, SIMILAR)) or not (had or has or similar(old, new))
     return had != has and old != new and not had & has  # one has no system text, as an agent for which another model chooses the tools

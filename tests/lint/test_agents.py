@@ -171,7 +171,7 @@ def test_a_clock_in_a_replaced_history_is_still_one_conversation() -> None:
 METEOROLOGIST = "Meteorologist on duty: report the wind in plain words, and say when a gale warning is out."
 
 
-@pytest.mark.parametrize(("shared", "told"), [([], METEOROLOGIST), (TOOLS, METEOROLOGIST), ([], "")])
+@pytest.mark.parametrize(("shared", "told"), [([], METEOROLOGIST), (TOOLS, METEOROLOGIST), ([], ""), ([], f"{SYSTEM} In the fog.")])
 def test_an_agent_with_a_handed_task_is_another_one(shared: list[Any], told: str) -> None:
     """As a supervisor of LangGraph does, and LlamaIndex's workflow of agents, with the messages so far and without an id.
 

@@ -35,6 +35,7 @@ _INSTEAD = {
     **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), _MIROSTAT),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repeat_last_n", "logit_bias"), "repetition_penalty is what there is"),
     **dict.fromkeys(("n", "num_return_sequences"), "ask several times"),
+    **dict.fromkeys(("functions", "function_call"), "bind_tools(...) shows tools, as create_tool_calling_agent does"),
     "num_beams": "one completion is written, greedily or by sampling",
     "keep_alive": "the model stays loaded until close()",
     "num_thread": "call torch.set_num_threads()",

@@ -149,6 +149,7 @@ def test_an_engine_is_set_already(chat: Any, model_folder: str, tmp_path: Path) 
 
 HINTS = [
     ({"num_thread": 4}, "ignores num_thread=4: it has no such setting; call torch.set_num_threads()"),
+    ({"functions": [{"name": "tide"}]}, "ignores functions=.*; bind_tools"),
     ({"mirostat": 2}, "ignores mirostat=2: .*; temperature, top_p"),
     ({"client_kwargs": {"x": 1}}, "ignores client_kwargs={'x': 1}: .*; base_url and api_key are all"),
     ({"temprature": 1}, "ignores temprature=1: it has no such setting; did you mean temperature?"),
