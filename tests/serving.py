@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from typer.testing import CliRunner
 
 from agentcache import Engine
@@ -99,7 +98,7 @@ def serving(
     served = ServedModels(list(models) or [embedded(store)], idle_s)
     state = ServerState(served, Tenants.read(keys, most), RegisteredTools(store), limits or Limits())
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as end:
-        server = uvicorn.Server(uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False))
+        server = EndingServer(create_app(state), state.closing)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         end.callback(thread.join)

@@ -43,8 +43,6 @@ def serve(
     """Serve models over HTTP: OpenAI's API, tool groups, and a page."""
     with report_errors():
         try:
-            import uvicorn
-
             from ..server.app import LOCAL, create_app
             from ..server.listening import EndingServer, listening
             from ..server.registered_tools import RegisteredTools
@@ -67,12 +65,11 @@ def serve(
         if len({*adapters, *(model.name for model in served)}) < len(adapter or ()) + len(served):
             raise ConfigError(f"models={models!r}, --adapter={adapter or []!r}: two have one name; give NAME=PATH")
         state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
-        config = uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False)
         with listening(host, port) as listener:
             address, bound = listener.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
             typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{shown}:{bound}")
-            EndingServer(config, state.closing).run([listener])
+            EndingServer(create_app(state), state.closing).run([listener])
 
 
 def _check(timeout: float, policy: Path | None, device: str, weights: Weights | None, bits: int | None) -> None:

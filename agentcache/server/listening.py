@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -14,8 +15,9 @@ from ..errors import ConfigError
 class EndingServer(uvicorn.Server):
     """A server that sets `closing` when a signal ends it."""
 
-    def __init__(self, config: uvicorn.Config, closing: asyncio.Event) -> None:
-        super().__init__(config)
+    def __init__(self, app: Any, closing: asyncio.Event) -> None:
+        # without WebSockets, which no route speaks: uvicorn would load a library for them, whichever release is installed
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3, access_log=False, ws="none"))
         self._closing = closing
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -165,3 +165,9 @@ def test_files_that_are_not_there_are_told_at_once(monkeypatch: pytest.MonkeyPat
     state, told = commanded(monkeypatch, "embedded", option, "/nowhere.json")
     assert state is None
     assert f"{said}'/nowhere.json'" in told
+
+
+def test_the_server_loads_no_library_for_web_sockets() -> None:
+    server = EndingServer(None, asyncio.Event())
+    server.config.load()
+    assert server.config.ws_protocol_class is None
