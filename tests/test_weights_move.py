@@ -216,6 +216,16 @@ def test_a_waiting_request_belongs_to_the_weights_that_compute(tmp_path: Path) -
         assert found.ids == answer(running, PROMPTS[0], "off")[0]
 
 
+def test_weights_are_looked_at_once_after_each_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = models.build("llama"), list[int]()
+    with engine(model=model) as running:
+        running.generate(PROMPTS[0], sampling=decode(1))
+        look = running.fingerprint.sampled
+        monkeypatch.setattr(running.fingerprint, "sampled", lambda: found.append(running.scheduler.rounds) or look())
+        assert running.generate(PROMPTS[0], sampling=decode(1)).receipt.cached_tokens
+    assert found == [found[0], found[0] + 1]
+
+
 def test_an_answer_that_has_begun_ends_by_name() -> None:
     with changeable() as model, engine(model=model.wrapped) as running:
         stream = running.stream(PROMPTS[0], sampling=decode(50))
