@@ -41,6 +41,7 @@ class Completion:
     cut: bool = False  # max_tokens or a stop string ended it inside an object, a call, or a thought with no answer after it
     shortened: bool = False  # under a constraint a text or a list ended early, so that the whole fits into max_tokens; it is valid
     logprobs: tuple[Logprob, ...] = ()  # one for each of `ids`, if the sampling asked for them
+    stop: str = ""  # the stop string that ended it
 
     @property
     def finish_reason(self) -> str | None:
@@ -236,7 +237,7 @@ class Completions:
         shortened = guide is not None and guide.shortened and not cut
         if shortened:
             account.record_note(f"a text or a list of the answer ended early, to fit into {running.bound}")
-        return Completion(text.text, generated, message, running.receipt, parser.invalid_calls, cut, shortened, logprobs)
+        return Completion(text.text, generated, message, running.receipt, parser.invalid_calls, cut, shortened, logprobs, text.stopped)
 
 
 def _cut_short(running: Running, parser: AnswerParser) -> bool:
@@ -244,9 +245,7 @@ def _cut_short(running: Running, parser: AnswerParser) -> bool:
     guide, expected, message = running.decoding.guide, running.asked.expected, parser.message
     out_of_tokens, stopped = running.receipt.finish_reason == "length", running.decoding.text.stopped
     formed = expected is not None and expected.formed
-    if guide is not None and (guide.cut or not guide.accepting or (formed and out_of_tokens and not guide.over)):
-        return True
-    if formed and stopped:
+    if (formed and stopped) or (guide and (guide.cut or not guide.accepting or (formed and out_of_tokens and not guide.over))):
         return True
     answered = message.content or message.tool_calls or not message.reasoning
-    return (out_of_tokens or stopped) and (any(call.error.startswith(CUT) for call in parser.invalid_calls) or not answered)
+    return bool(out_of_tokens or stopped) and (any(call.error.startswith(CUT) for call in parser.invalid_calls) or not answered)

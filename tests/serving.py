@@ -68,7 +68,7 @@ class Served:
 
     def __init__(self, state: ServerState, port: int, end: ExitStack) -> None:
         self.state, self.url, self._end = state, f"http://127.0.0.1:{port}", end
-        self._openai: dict[bool, Any] = {}
+        self._made: dict[tuple[str, bool], Any] = {}
 
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         """A client with this API key."""
@@ -78,11 +78,17 @@ class Served:
 
     def openai(self, *, strict: bool = False) -> Any:
         """OpenAI's client, closed with the server: a collector may find its sockets before the client that would close them."""
-        openai = pytest.importorskip("openai")
-        if strict not in self._openai:
-            made = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, _strict_response_validation=strict)
-            self._openai[strict] = self._end.enter_context(made)
-        return self._openai[strict]
+        return self._sdk(pytest.importorskip("openai").OpenAI, f"{self.url}/v1", strict)
+
+    def anthropic(self) -> Any:
+        """Anthropic's client, which takes no answer of another shape; closed with the server."""
+        return self._sdk(pytest.importorskip("anthropic").Anthropic, self.url, True)
+
+    def _sdk(self, kind: Any, url: str, strict: bool) -> Any:
+        if (kind.__name__, strict) not in self._made:
+            made = kind(base_url=url, api_key="none", max_retries=0, _strict_response_validation=strict)
+            self._made[kind.__name__, strict] = self._end.enter_context(made)
+        return self._made[kind.__name__, strict]
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def serve(
     policy: PolicyOption = None,
     store: StoreOption = None,
 ) -> None:
-    """Serve models over HTTP: OpenAI's API, tool groups, and a page."""
+    """Serve models: OpenAI's and Anthropic's API, tool groups, a page."""
     with report_errors():
         try:
             from ..server.app import LOCAL, create_app

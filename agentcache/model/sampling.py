@@ -110,7 +110,7 @@ class TextStream:
         self._from = self._read = 0  # ids [_from, _read) are the left context in which those behind are decoded
         self.text = ""
         self._sent = 0
-        self.stopped = False
+        self.stopped = ""  # the stop string that ended the text
 
     def push(self, token: int) -> str:
         """Add one id; returns the text that has become certain."""
@@ -160,9 +160,10 @@ class TextStream:
     def _release(self, final: bool) -> str:
         if self.stopped:
             return ""
-        found = [(at + len(stop), at) for stop in self._stop if (at := self.text.find(stop, self._sent)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self.text.find(stop, self._sent)) >= 0]
         if found:
-            self.text, self.stopped = self.text[: min(found)[1]], True
+            _, at, self.stopped = min(found)
+            self.text = self.text[:at]
         held = 0 if final or self.stopped else self._maybe_stop()
         ready = self.text[self._sent : len(self.text) - held]
         self._sent += len(ready)

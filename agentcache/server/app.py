@@ -16,22 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from ..errors import AgentCacheError
-from . import cache_api, chat, engine_api, page, responses
-from .errors import Problem, ServerError
+from . import cache_api, chat, engine_api, messages, page, responses
+from .errors import Problem, ServerError, problems
 from .state import ServerState
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names that a request may be sent to where no key is asked for
-ERRORS = {
-    400: "The body is no JSON, or a parameter cannot be honoured",
-    401: "No API key, or an unknown one",
-    403: "Not with this key, or not from this host",
-    404: "There is none of that name",
-    413: "The body is too large",
-    429: "Too many requests or tool groups; Retry-After says when to ask again",
-    503: "Not now: the model cannot be loaded, or the server ends",
-    504: "The answer took too long",
-    507: "The store is full",
-}
 OPEN = ("/health", "/ready", "/openapi.json", *page.FILES)  # without a key
 
 
@@ -48,11 +37,11 @@ def create_app(state: ServerState) -> FastAPI:
             await looking
         await state.models.close()
 
-    problems: dict[int | str, dict[str, Any]] = {status: {"model": Problem, "description": said} for status, said in ERRORS.items()}
-    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=problems)
+    told = problems(Problem)
+    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=told)
     app.state.server = state
     app.openapi = partial(_described, app, app.openapi)  # type: ignore[method-assign]
-    for router in (chat.router, responses.router, cache_api.router, engine_api.router, page.router):
+    for router in (chat.router, responses.router, messages.router, cache_api.router, engine_api.router, page.router):
         app.include_router(router)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -90,10 +79,10 @@ class Gate:
                 scope.setdefault("state", {})["tenant"] = tenant
             self._check_size(int(headers.get("content-length") or 0))
         except ServerError as error:
-            await _response(error)(scope, receive, send)
+            await _response(error, scope)(scope, receive, send)
             return
         except ValueError:
-            await _response(ServerError(400, "content-length is no number"))(scope, receive, send)
+            await _response(ServerError(400, "content-length is no number"), scope)(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # as monitors ask; the socket's server leaves out the body
             scope = {**scope, "method": "GET"}
@@ -123,30 +112,31 @@ class Gate:
         return bounded
 
 
-def _response(error: ServerError) -> Response:
-    return JSONResponse(error.body, error.status_code, dict(error.headers or {}))
+def _response(error: ServerError, scope: Scope) -> Response:
+    body = error.anthropic if scope["path"].startswith(messages.ROUTE) else error.body
+    return JSONResponse(body, error.status_code, dict(error.headers or {}))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ServerError):
         code = {404: "not_found", 400: "invalid_json"}.get(error.status_code)  # FastAPI's 400: a body that json cannot read
-        way = {404: "; OpenAI's API lies under /v1, and GET /openapi.json tells of all routes"}
+        way = {404: "; OpenAI's and Anthropic's APIs lie under /v1, and GET /openapi.json tells of all routes"}
         way |= {400: "; send JSON in UTF-8, neither compressed nor nested so deep"}
         detail = f"{request.method} {request.url.path}: {error.detail}{way.get(error.status_code, '')}"
         error = ServerError(error.status_code, detail, code=code, headers=error.headers)
-    return _response(error)
+    return _response(error, request.scope)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, AgentCacheError)
-    return _response(ServerError.of(error))
+    return _response(ServerError.of(error), request.scope)
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """A fault of the server, which its log shows."""
     said = f"{request.method} {request.url.path}: {type(error).__name__}: a fault of the server; its log says where"
-    return _response(ServerError(500, said, kind="server_error", code="internal_error"))
+    return _response(ServerError(500, said, kind="server_error", code="internal_error"), request.scope)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -164,4 +154,4 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if kind == "model_attributes_type" and not place and "json" not in request.headers.get("content-type", ""):
         said = f"content-type={request.headers.get('content-type', '')!r}: send the header content-type: application/json"
     code = "unknown_parameter" if unknown else "invalid_json" if kind == "json_invalid" else "invalid_type"
-    return _response(ServerError(400, said, param=place or None, code=code))
+    return _response(ServerError(400, said, param=place or None, code=code), request.scope)

@@ -1,4 +1,4 @@
-"""Errors of the server as OpenAI's clients read them: a status, and a body {"error": {message, type, param, code}}."""
+"""Errors of the server as its clients read them: a status, and a body {"error": {message, type, param, code}}, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ _STATUS: tuple[tuple[type[AgentCacheError], int, str, str | None], ...] = (
     (errors.StoreBusyError, 503, "server_error", "store_busy"),
     (errors.StoreFullError, 507, "server_error", "store_full"),
 )
+_SAID = {
+    400: "The body is no JSON, or a parameter cannot be honoured",
+    401: "No API key, or an unknown one",
+    403: "Not with this key, or not from this host",
+    404: "There is none of that name",
+    413: "The body is too large",
+    429: "Too many requests or tool groups; Retry-After says when to ask again",
+    503: "Not now: the model cannot be loaded, or the server ends",
+    504: "The answer took too long",
+    507: "The store is full",
+}
+_ANTHROPIC = {
+    400: INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class Cause(BaseModel):
@@ -38,6 +59,25 @@ class Problem(BaseModel):
     """The body of a request that is refused."""
 
     error: Cause
+
+
+class AnthropicCause(BaseModel):
+    """An error as Anthropic's clients read it."""
+
+    type: str
+    message: str
+
+
+class AnthropicProblem(BaseModel):
+    """The body of a message that is refused."""
+
+    type: str
+    error: AnthropicCause
+
+
+def problems(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Statuses of refused requests, with their body, for the schema."""
+    return {status: {"model": body, "description": said} for status, said in _SAID.items()}
 
 
 class ServerError(HTTPException):
@@ -68,6 +108,15 @@ class ServerError(HTTPException):
         made = cls(status, said, kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
         made.body["x_agentcache"] = {"error": type(error).__name__, "args": args}
         return made
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The body in Anthropic's shape. Its clients read words and numbers of a prompt without room, and shorten the conversation."""
+        said = self.body["error"]["message"]
+        if self.body["error"]["code"] == "context_length_exceeded":
+            prompt, context, *_ = self.body["x_agentcache"]["args"]
+            said = f"prompt is too long: {prompt} tokens > {context} maximum: {said}"
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status_code, "api_error"), "message": said}}
 
 
 def refused(param: str, value: object, rule: str) -> ServerError:

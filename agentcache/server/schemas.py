@@ -1,4 +1,4 @@
-"""Bodies of requests as OpenAI's clients send them. A parameter that is not here, or that cannot be honoured, is refused by name."""
+"""Bodies of requests as clients send them. A parameter that is not here, or that cannot be honoured, is refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these va
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
+    "speed": ("standard",),
     "truncation": ("disabled",),
     "background": (False,),
     "echo": (False,),
@@ -199,6 +200,56 @@ class ResponseBody(Body):
     max_tool_calls: None = None
     conversation: None = None
     prompt: None = None
+
+
+class ThinkingSettings(BaseModel):
+    """Thinking of a message. Its budget is a target, as Anthropic calls it: max_tokens bounds thought and answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized"] | None = None
+
+
+class OutputSettings(BaseModel):
+    """Amount of thinking, and form, of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+    effort: Effort | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolChoice(BaseModel):
+    """Tools that a message may call."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesBody(Body):
+    """POST /v1/messages. cache_control: everything is cached."""
+
+    messages: Messages
+    system: Text | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingSettings | None = None
+    output_config: OutputSettings | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    speed: str | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """The amount of thinking that is asked for; None: as the model likes."""
+        asked = self.output_config.effort if self.output_config else None
+        if self.thinking is None:
+            return asked
+        return "none" if self.thinking.type == "disabled" else asked or "medium"
 
 
 def tool_choice_of(choice: str | Mapping[str, Any] | None) -> tuple[str, tuple[str, ...] | None, bool]:

@@ -127,7 +127,9 @@ def test_stop_strings_cut_exactly_and_never_leak(text: str, stops: list[str], se
         assert expected.startswith(shown), "text behind the cut was shown"
     shown += stream.finish()
     assert shown == stream.text == expected
-    assert stream.stopped == (expected != text)
+    assert bool(stream.stopped) == (expected != text)
+    assert text.startswith(expected + stream.stopped)
+    assert stream.stopped in ("", *stops)
 
 
 def test_the_first_complete_stop_string_counts() -> None:
@@ -135,6 +137,7 @@ def test_the_first_complete_stop_string_counts() -> None:
     (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
     stream = TextStream(tokenizer, (" the", "h"), frozenset())
     assert stream.push(token) == stream.text == " t"
+    assert stream.stopped == "h"
 
 
 def test_characters_split_over_tokens_are_shown_whole() -> None:

@@ -140,10 +140,10 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> Non
 
 def test_unknown_routes_and_methods_say_so(served: Served) -> None:
     with served.client() as http:
-        for path in ("/v1/none", "/chat/completions", "/v1/messages", "/api/tags"):  # a URL without /v1; other APIs' clients
+        for path in ("/v1/none", "/chat/completions", "/messages", "/api/tags"):  # a URL without /v1; other APIs' clients
             lost = http.post(path, json={}).json()["error"]
             assert lost["code"] == "not_found"
-            assert lost["message"].endswith("OpenAI's API lies under /v1, and GET /openapi.json tells of all routes")
+            assert lost["message"].endswith("OpenAI's and Anthropic's APIs lie under /v1, and GET /openapi.json tells of all routes")
         assert http.put("/tools").status_code == 405
         assert http.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
         assert http.get("/v1/models/embedded").json()["id"] == "embedded"
