@@ -22,7 +22,7 @@ import torch
 
 Shapes = tuple[tuple[int, ...], ...]
 PIECE_BYTES = 4 << 20  # committed in one step, between which requests are looked for
-USED_BYTES = 512 << 20  # of pages that are gone, kept at most
+USED_BYTES = 512 << 20  # of pages that are gone, kept at most, and a quarter of what engines may keep in pages
 
 
 class PagePool:
@@ -35,26 +35,26 @@ class PagePool:
         """With nothing: at the start, and in a forked child, where the lock may be held by a thread that is not there."""
         self._lock = threading.RLock()  # a map may be given back by the very collection of garbage that an addition here sets off
         self.maps: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
-        self._engines = 0
+        self._budgets: list[int] = []
         self.bytes = 0
 
-    def open(self) -> None:
-        """An engine begins."""
+    def open(self, budget_bytes: int) -> None:
+        """An engine begins, which may keep so many bytes of pages."""
         with self._lock:
-            self._engines += 1
+            self._budgets.append(budget_bytes)
 
-    def close(self) -> None:
+    def close(self, budget_bytes: int) -> None:
         """An engine ends; with the last one, everything goes back to the system."""
         with self._lock:
-            self._engines -= 1
-            if not self._engines:
+            self._budgets.remove(budget_bytes)
+            if not self._budgets:
                 self.maps.clear()
                 self.bytes = 0
 
     def give(self, memory: mmap.mmap) -> None:
         """Keep a map, unless there is enough."""
         with self._lock:
-            if self._engines and self.bytes + len(memory) <= USED_BYTES:
+            if self.bytes + len(memory) <= min(USED_BYTES, sum(self._budgets) // 4):
                 self.maps[len(memory)].append(memory)
                 self.bytes += len(memory)
 

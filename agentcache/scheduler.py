@@ -163,7 +163,8 @@ class Scheduler:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        pool.open()
+        budget = self.store.budget_bytes
+        pool.open(budget)
         try:
             while not self._closed.is_set():
                 self._turn()
@@ -172,7 +173,7 @@ class Scheduler:
                 self._closed.set()
             if spec := self.runner.model.spec:
                 prepared.take(spec.shapes, spec.dtype)
-            pool.close()
+            pool.close(budget)
             self._collect(0.0)
             for request in (*self._live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))

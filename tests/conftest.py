@@ -162,6 +162,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> PagePool:
     from agentcache import page_memory
 
     fresh = page_memory.PagePool()
-    fresh.open()
+    fresh.open(1 << 40)
     monkeypatch.setattr(page_memory, "pool", fresh)
     return fresh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -84,11 +85,29 @@ def test_the_pool_keeps_its_bound_and_ends_with_engines(pool: PagePool, monkeypa
     pages = [spoilt(spec), spoilt(spec)]
     pages.clear()
     assert pool.bytes == spec.page_bytes * 3 // 2
-    pool.close()
+    pool.close(1 << 40)
     assert pool.bytes == 0
     page = spoilt(spec)
     del page
     assert pool.bytes == 0
+
+
+def test_the_pool_keeps_a_quarter_of_what_engines_may() -> None:
+    spec = KVSpec(2, 1, 32, torch.bfloat16)
+    part = spec.page_bytes // 2  # keys, or values
+    with mock.patch.object(page_memory, "pool", PagePool()) as pool:
+        for budget in (3, 4):
+            pool.open(budget * part)
+        pages = [spoilt(spec), spoilt(spec)]
+        pages.clear()
+        assert pool.bytes == part
+        pool.open(9 * part)
+        pages = [spoilt(spec) for _ in range(5)]
+        pages.clear()
+        assert pool.bytes == 4 * part
+        for budget in (4, 3):
+            pool.close(budget * part)
+        assert pool.bytes == 4 * part, "of an engine that is open"
 
 
 def test_pages_that_are_read_to_whole_take_other_memory(pool: PagePool) -> None:
