@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_a_new_engine_in_the_child_works(parent: Engine, tmp_path: Path) -> None
     torch.mm(torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE))
     with prepared._lock, pool._lock:
         assert told(work) == (expected, True, parent.fingerprint.whole)  # type: ignore[union-attr]
+
+
+def test_a_child_that_closes_as_it_ends_writes_its_pages(parent: Engine, tmp_path: Path) -> None:
+    """It ends by `os._exit`, which runs no exit handlers: docs/fork.md says what to write."""
+    tokenizer, options = models.toy_tokenizer(), StoreOptions(tmp_path / "child", refuse_slow=False)
+    kept = []  # as by a worker's global: no garbage collection closes it
+
+    def work() -> bool:
+        engine = Engine(models.build("qwen3"), tokenizer, memory_bytes=64 * MB, store=options)
+        kept.append(engine)
+        Finalize(None, engine.close, exitpriority=1)
+        return bool(engine.generate(chat("hello"), sampling=decode(6)).ids)
+
+    assert told(work)
+    with engine_of(store=options) as engine:
+        assert engine.generate(chat("hello"), sampling=decode(6)).receipt.cached_tokens
 
 
 def test_hooks_of_two_forked_workers_have_two_names() -> None:

@@ -97,6 +97,18 @@ def test_other_conversations_and_namespaces_are_not_compared() -> None:
     assert len(misses.prompts("a").compared) <= CONVERSATIONS
 
 
+def test_each_question_about_the_same_text_is_another_conversation() -> None:
+    """As LlamaIndex's DocumentContextExtractor asks: the document in one message, a chunk of it in the next."""
+    renderer, text = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"]), long_text(90, 1)
+    asks = [f"{long_text(30, salt)}\n\nSay where in the whole document this chunk stands, for a search of it." for salt in (2, 3, 4)]
+    asked = [([{"role": "user", "content": text}, {"role": "user", "content": ask}], []) for ask in asks]
+    assert look(renderer, *asked) == [None, None, None]
+    edited = [{"role": "user", "content": f"Draft. {text}"}, *asked[2][0][1:]]
+    missed = look(renderer, asked[2], (edited, []))[1]
+    assert missed is not None
+    assert missed.writer == "message 0 (user)"
+
+
 def test_a_conversation_is_known_by_its_first_and_last_prompt() -> None:
     """Lint compares from the first prompt on that goes on from no other; what came before counts as if it had always compared."""
     renderer = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"])

@@ -159,13 +159,13 @@ class Conversations:
         return begun and all(said.role != "assistant" for said in request.history)
 
     def _demonstrated(self, last: Request, request: Request) -> int:
-        """With how many messages of an example conversation both begin, 0 if it is none: then one that begins so is nothing strange."""
+        """With how many messages both begin that tell of no conversation, else 0: examples, or a text that each asks about."""
         same = 0
         for was, now in zip(last.history, request.history):
             if self._mark(was) != self._mark(now):
                 break
             same += 1
-        return same if any(said.role == "assistant" for said in request.history[:same]) else 0
+        return same if any(said.role == "assistant" for said in request.history[:same]) or (_begins(last) and _begins(request)) else 0
 
     def _end(self, request: Request) -> bytes:
         """The mark of a request's last message, or of its last whole line."""
