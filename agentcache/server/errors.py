@@ -12,6 +12,7 @@ from .. import errors
 from ..errors import AgentCacheError, ContextOverflowError
 
 INVALID = "invalid_request_error"
+NO_THREADS = "thread_unsupported_request"  # by this code the tool runner of Anthropic's SDK asks again with the whole conversation
 _STATUS: tuple[tuple[type[AgentCacheError], int, str, str | None], ...] = (
     (ContextOverflowError, 400, INVALID, "context_length_exceeded"),
     (errors.PromptError, 400, INVALID, None),
@@ -112,11 +113,13 @@ class ServerError(HTTPException):
     @property
     def anthropic(self) -> dict[str, Any]:
         """The body in Anthropic's shape. Its clients read words and numbers of a prompt without room, and shorten the conversation."""
-        said = self.body["error"]["message"]
-        if self.body["error"]["code"] == "context_length_exceeded":
+        said, code = self.body["error"]["message"], self.body["error"]["code"]
+        if code == "context_length_exceeded":
             prompt, context, *_ = self.body["x_agentcache"]["args"]
             said = f"prompt is too long: {prompt} tokens > {context} maximum: {said}"
-        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status_code, "api_error"), "message": said}}
+        told = {"type": _ANTHROPIC.get(self.status_code, "api_error"), "message": said}
+        details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
+        return {"type": "error", "error": {**told, **details}}
 
 
 def refused(param: str, value: object, rule: str) -> ServerError:

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
-from .chat import asking
-from .errors import AnthropicProblem, ServerError, problems, refused
+from .chat import arguments_of, asking
+from .errors import NO_THREADS, AnthropicProblem, ServerError, problems, refused
 from .schemas import MessagesBody, constraint_of, schema_of, thinking_of
 from .served_models import adapter_of
 from .state import Caller, Serving
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/messages"
 BILLING = "x-anthropic-billing-header:"  # begins a block of Claude Code's system text for its provider: it may change at every request
+READ = ("tool_result", "thinking", "redacted_thinking", "tool_use")  # blocks that are no text; a redacted thought has nothing to read
 SIGNATURE = "agentcache"  # of thoughts: some clients send back only those that have one
 NEUTRAL: dict[str, Any] = {"type": "custom", "defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}  # of a tool
 KEPT = {"type": "clear_thinking_20251015", "keep": "all"}  # the edit of a context that changes nothing
@@ -67,6 +68,9 @@ async def count(body: MessagesBody, state: Serving, tenant: Caller) -> Response:
 def _prompt(body: MessagesBody) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any] | None]:
     """Messages and tools in chat's shape, and keywords of the chat template."""
     body.check_neutral()
+    if body.thread is not None:
+        rule = "no conversation is held here: send all of its messages"
+        raise ServerError(400, f"thread={body.thread!r:.200}: {rule}", param="thread", code=NO_THREADS)
     for number, edit in enumerate((body.context_management or {}).get("edits") or ()):
         if edit != KEPT:
             raise refused(f"context_management.edits[{number}]", edit, f"only {KEPT!r} can be honoured: nothing is cleared here")
@@ -86,8 +90,9 @@ def messages_of(messages: Sequence[Mapping[str, Any]], system: str | list[dict[s
         results = [_result(place, block) for block in blocks if _kind(block) == "tool_result"]
         thoughts = [str(block.get("thinking", "")) for block in blocks if _kind(block) == "thinking"]
         calls = [_call(block) for block in blocks if _kind(block) == "tool_use"]
-        rest = [block for block in blocks if _kind(block) not in ("tool_result", "thinking", "tool_use")]
-        turn: dict[str, Any] = {"role": role, "content": _text_of(place, rest)}
+        rest = [block for block in blocks if _kind(block) not in READ]
+        between = "" if role == "assistant" else "\n"  # an answer's blocks are pieces of one text, as the model wrote it
+        turn: dict[str, Any] = {"role": role, "content": _text_of(place, rest, between)}
         if thoughts:
             turn["reasoning_content"] = "".join(thoughts)
         if calls:
@@ -102,8 +107,8 @@ def _kind(block: Any) -> Any:
     return block.get("type") if isinstance(block, Mapping) else None
 
 
-def _text_of(place: str, content: Any) -> str:
-    """The text of blocks, one below the other; of documents and search results with their titles."""
+def _text_of(place: str, content: Any, between: str = "\n") -> str:
+    """The text of blocks, with titles of documents and search results."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -119,7 +124,7 @@ def _text_of(place: str, content: Any) -> str:
             texts.append(_text_of(place, source.get("data", source.get("content"))))
         else:
             raise refused(place, block, "only text can be given: this server reads no images or files, and runs no tools of its own")
-    return "\n".join(texts)
+    return between.join(texts)
 
 
 def _result(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +134,8 @@ def _result(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": block.get("input")}}
+    function = {"name": block.get("name"), "arguments": arguments_of(block.get("input"))}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:

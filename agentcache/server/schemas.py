@@ -241,6 +241,7 @@ class MessagesBody(Body):
     stop_sequences: list[str] | None = None
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
     speed: str | None = None
 
     @property

@@ -76,6 +76,19 @@ def test_a_langchain_agent_calls_and_answers(served: Served, question: str, call
     assert last.usage_metadata["input_token_details"]["cache_read"] > 0, "the second step goes on from the first"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_anthropics_tool_runner_calls_and_answers(served: Served, streaming: bool) -> None:
+    client, tool = served.anthropic(), pytest.importorskip("anthropic").beta_tool
+    asked = {"model": "embedded", "max_tokens": 120, "system": "You are a helpful assistant.", "stream": streaming}
+    question, call, answer = QUESTIONS[0]
+    tools, turns = [tool(get_invoice), tool(cancel_order)], [{"role": "user", "content": question}]
+    runner = client.beta.messages.tool_runner(**asked, tools=tools, messages=turns)
+    *_, last = [step.get_final_message() if streaming else step for step in runner]
+    assert called == [call]
+    assert answer in last.content[0].text
+    assert last.usage.cache_read_input_tokens > 0, "the second step goes on from the first"
+
+
 @pytest.mark.filterwarnings("ignore")  # its own, of pydantic
 def test_a_litellm_completion_calls_and_streams(served: Served) -> None:
     litellm = pytest.importorskip("litellm", reason="litellm needs boto3 and openai<3, which are not in the extra dev")

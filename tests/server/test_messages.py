@@ -172,11 +172,14 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     found = {"type": "search_result", "title": "Tides", "source": "a.txt", "content": [{"type": "text", "text": "At 9."}]}
     failed = {"type": "tool_result", "tool_use_id": "a", "content": "no such port", "is_error": True}
     call = {"type": "tool_use", "id": "a", "name": "tide", "input": {"port": "X"}}
+    cut = {"type": "tool_use", "id": "c", "name": "tide", "input": '{"port": "X'}
     thought = {"type": "thinking", "thinking": "Look.", "signature": "s"}
+    hidden = {"type": "redacted_thinking", "data": "s"}
+    pieces = [{"type": "text", "text": "I "}, {"type": "text", "text": "look."}]
     assert messages_of(
         [
             {"role": "user", "content": [{"type": "text", "text": "One"}, document]},
-            {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, call]},
+            {"role": "assistant", "content": [thought, *pieces, hidden, call, cut]},
             {"role": "user", "content": [{"type": "text", "text": "Well?"}, failed]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "b", "content": [found]}]},
         ],
@@ -188,7 +191,10 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
             "role": "assistant",
             "content": "I look.",
             "reasoning_content": "Look.",
-            "tool_calls": [{"id": "a", "type": "function", "function": {"name": "tide", "arguments": {"port": "X"}}}],
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "tide", "arguments": {"port": "X"}}},
+                {"id": "c", "type": "function", "function": {"name": "tide", "arguments": {"invalid_arguments": '{"port": "X'}}},
+            ],
         },
         {"role": "tool", "tool_call_id": "a", "content": "Error: no such port"},
         {"role": "user", "content": "Well?"},
@@ -214,6 +220,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         ({"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}, "thinking.display"),
         ({"speed": "fast"}, "speed"),
         ({"mcp_servers": []}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"stop_sequences": [""]}, "stop"),
     ],
     ids=lambda said: said if isinstance(said, str) else next(iter(said)),
