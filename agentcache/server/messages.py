@@ -71,7 +71,7 @@ def _prompt(body: MessagesBody) -> tuple[list[dict[str, Any]], list[dict[str, An
     if body.thread is not None:
         rule = "no conversation is held here: send all of its messages"
         raise ServerError(400, f"thread={body.thread!r:.200}: {rule}", param="thread", code=NO_THREADS)
-    for number, edit in enumerate((body.context_management or {}).get("edits") or ()):
+    for number, edit in enumerate(body.context_management.edits if body.context_management else []):
         if edit != KEPT:
             raise refused(f"context_management.edits[{number}]", edit, f"only {KEPT!r} can be honoured: nothing is cleared here")
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])]
@@ -112,7 +112,7 @@ def _text_of(place: str, content: Any, between: str = "\n") -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
-    for block in content or ():
+    for block in content if isinstance(content, list) else [content] if content else []:
         kind = _kind(block)
         source = block.get("source") if kind == "document" else None
         if kind == "text" and isinstance(block.get("text"), str):

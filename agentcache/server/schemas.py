@@ -228,6 +228,13 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
+class ContextSettings(BaseModel):
+    """Edits of a message's context by the server."""
+
+    model_config = ConfigDict(extra="forbid")
+    edits: list[dict[str, Any]] = Field(default_factory=list)
+
+
 class MessagesBody(Body):
     """POST /v1/messages. cache_control: everything is cached."""
 
@@ -240,7 +247,7 @@ class MessagesBody(Body):
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
     cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: ContextSettings | None = None
     thread: dict[str, Any] | None = None
     speed: str | None = None
 
