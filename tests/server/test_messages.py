@@ -267,7 +267,6 @@ def test_errors_have_the_shape_of_the_api(tmp_path: Path) -> None:
         ({}, None),
         ({"output_config": {"effort": "low"}}, "low"),
         ({"thinking": {"type": "adaptive"}}, "medium"),
-        ({"context_management": {"edits": 5}}, "context_management.edits"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}, "output_config": {"effort": "high"}}, "high"),
         ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "none"),
     ],
