@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from agentcache import Engine
 from agentcache.answer.parser import Delta
 from agentcache.server.errors import ServerError
 from agentcache.server.messages import SIGNATURE, BlockWriter, messages_of
@@ -163,7 +165,7 @@ def test_what_claude_code_sends_is_answered_and_cached(served: Served) -> None:
 
     first = sum(tokens(1))
     cached, computed = tokens(2, call, result)
-    assert cached >= first - 6, "all but the opening of an answer: the header of bills is not for the model"
+    assert cached >= first - 6, "all but the opening of an answer: the billing header is not for the model"
     assert computed < 60
 
 
@@ -275,3 +277,10 @@ def test_thinking_is_asked_of_the_template(asked: dict[str, Any], effort: str | 
     body = MessagesBody(messages=[QUESTION], **asked)
     assert body.effort == effort
     assert thinking_of(body.effort).get("enable_thinking") == (None if effort is None else effort != "none")
+
+
+def test_a_count_takes_the_arguments_of_the_template(served: Served) -> None:
+    asked = {key: value for key, value in BODY.items() if key != "max_tokens"} | {"thinking": {"type": "disabled"}}
+    with mock.patch.object(Engine, "probe", autospec=True, side_effect=Engine.probe) as probe, served.client() as http:
+        assert http.post("/v1/messages/count_tokens", json=asked).json()["input_tokens"]
+    assert probe.call_args.kwargs["template_kwargs"] == thinking_of("none")
