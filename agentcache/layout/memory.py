@@ -55,8 +55,7 @@ def link(parent: bytes, turn: Turn) -> bytes:
 class Memory:
     """Renderings and generated ids by namespace; safe to use from many threads.
 
-    generated: the model's own ids, by the key of the history that ends in their message. absent: keys that a search beyond this process
-    missed.
+    generated: the model's own ids, by the key of the history that ends in their message. absent: names that no earlier process left.
     """
 
     def __init__(self) -> None:

@@ -168,7 +168,7 @@ class Renderer:
         key = link(layout.chain, self._requests.canon().turn(0, message, namespace))
         generated = Generated(layout.encoded, tuple(map(int, generated_ids)), time.time())
         self._memory.generated.put(namespace, key, generated)
-        name = self._name(key) if self._kept is not None and outlive else b""
+        name = self._name(key, layout.request) if self._kept is not None and layout.request and outlive else b""
         if self._kept is not None and name:
             self._kept.learn(namespace, name, generated.ids)
         return name
@@ -179,9 +179,9 @@ class Renderer:
             if part is not None:
                 part.forget(deletion)
 
-    def _name(self, key: bytes) -> bytes:
-        """The key of a message beyond this process: other tokenizers and templates have other ids."""
-        return hashlib.blake2b(self._encoder.identity + self._template.identity + key, digest_size=16).digest()
+    def _name(self, key: bytes, request: Request) -> bytes:
+        """The key of a message beyond this process: other tokenizers and templates have other ids, other arguments other prompts."""
+        return hashlib.blake2b(self._encoder.identity + self._template.identity + request.tools.arguments + key, digest_size=16).digest()
 
     def _recall(self, request: Request, have: Collection[bytes]) -> None:
         """Learn an earlier process's ids of the turns after those that this one knows, in order."""
@@ -190,7 +190,7 @@ class Renderer:
             key = request.keys[number + 1]
             if self._kept is None or key in have or self._memory.generated.get(namespace, key) is not None:
                 break
-            if request.turns[number].data["role"] == "assistant" and not self._memory.absent.get(namespace, key):
+            if request.turns[number].data["role"] == "assistant" and not self._memory.absent.get(namespace, self._name(key, request)):
                 unknown.append(number)
         for number in reversed(unknown):
             self._recall_turn(request, number)
@@ -199,9 +199,9 @@ class Renderer:
         """Learn the ids of turn `number`, after the prompt as it is rendered now; all turns before it were asked for."""
         assert self._kept is not None
         key, namespace = request.keys[number + 1], request.options.namespace
-        ids = self._kept.generated(namespace, self._name(key))
+        ids = self._kept.generated(namespace, name := self._name(key, request))
         if not ids or max(ids) >= self._encoder.vocabulary:
-            self._memory.absent.put(namespace, key, True)
+            self._memory.absent.put(namespace, name, True)
             return
         before = request.until(number)
         text, frame = self._shown(before, True)
@@ -312,7 +312,7 @@ class Renderer:
 
     def _prefix_of(self, request: Request) -> tuple[list[int], int]:
         leading, namespace = request.turns[:1] if request.turns[0].data["role"] == "system" else [], request.options.namespace
-        key = chain(request.tools.root, leading)[-1]
+        key = chain(request.tools.root + request.tools.arguments, leading)[-1]
         if (known := self._prefixes.get(namespace, key)) is not None:
             return known, 0
         texts = self._template.openings([turn.data for turn in leading], request.tools.schemas, request.options.kwargs)

@@ -50,12 +50,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class ToolList:
-    """Tools ready to render. `root` names them with the template's arguments, `text` is their part of a prompt."""
+    """Tools ready to render. `text`: their part of a prompt. `root` names them, however they were given; `arguments` the template's."""
 
     schemas: list[Plain]
     notes: tuple[str, ...]
     text: str
     root: bytes
+    arguments: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,7 @@ class Requests:
             schemas = order_tools(given, order, options.sticky)
             if schemas != given:
                 notes.append(f"tools reordered: {order}")
-        root = _digest(said(schemas), _written(kwargs))  # the same for the same tools in the same order, however they were given
-        listed = ToolList(schemas, tuple(notes), self._added_text(schemas, kwargs), root)
+        listed = ToolList(schemas, tuple(notes), self._added_text(schemas, kwargs), _digest(said(schemas)), _digest(_written(kwargs)))
         self._tools.put(options.namespace, key, listed)
         return listed
 

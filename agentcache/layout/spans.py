@@ -43,7 +43,9 @@ class Frame:
             if place.key != key or place.stop > min(shared, stop):
                 break
             out.append(place)
-        last = next((place for place in reversed(out) if place.start is not None), Place(b"", "start", 0, 0))
+        while out and out[-1].start is None:  # not shown, it may be now: other arguments of the template
+            out.pop()
+        last = out[-1] if out else Place(b"", "start", 0, 0)
         for number in range(len(out), len(self._turns)):
             out.append(self._next(text, number, last))
             last = last if out[-1].start is None else out[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,19 @@ ENCODER = Encoder(tokenizer())
 def odd_ids(text: str, end: str = "<|im_end|>") -> list[int]:
     """`text` letter by letter, as no tokenizer would write it, and the end token."""
     return [token for letter in text for token in ENCODER.encode(letter)[0]] + ENCODER.encode(end)[0]
+
+
+class KeptIds:
+    """The model's own ids of messages, as a store keeps them."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, bytes], tuple[int, ...]] = {}
+
+    def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
+        self.known[namespace, key] = tuple(ids)
+
+    def generated(self, namespace: str, key: bytes) -> tuple[int, ...]:
+        return self.known.get((namespace, key), ())
 
 
 def steps(renderer: Renderer, count: int, end: str = "<|im_end|>", **options: Any) -> list[tuple[Layout, list[int]]]:
@@ -53,6 +67,43 @@ def test_own_ids_come_back_verbatim(name: str, end: str) -> None:
     assert last.spliced_tokens == sum(len(generated) for _, generated in done[:-1])
     assert any("own ids" in note and "2, 4, 6" in note for note in last.differences)
     check_cover(last)
+
+
+def test_own_ids_outlive_a_change_of_arguments_the_template_ignores() -> None:
+    renderer = renderer_of()
+    asked: list[Any] = [{"role": "user", "content": "Go"}]
+    layout = renderer.render(asked, TOOLS, template_kwargs={"reasoning_effort": "high"})
+    answer = Message("assistant", "", (ToolCall("search", {"query": "0"}, "x0"),))
+    generated = odd_ids('<tool_call>{"name":"search","arguments":{"query":"0"}}</tool_call>')
+    renderer.remember(layout, generated, answer)
+    asked += [answer, Message("tool", "found", tool_call_id="x0")]
+    for kwargs in (None, {"reasoning_effort": "low"}):
+        later = renderer.render(asked, TOOLS, template_kwargs=kwargs)
+        expected = [*layout.ids, *generated]
+        assert list(later.ids[: len(expected)]) == expected
+
+
+def test_own_ids_of_other_processes_are_those_of_these_arguments() -> None:
+    kept = KeptIds()
+    asked: list[Any] = [{"role": "user", "content": "Go"}]
+    answer, more = Message("assistant", "Done."), Message("user", "So?")
+    first = Renderer(tokenizer(), chat_template=CHATML, kept=kept)
+    generated = odd_ids("Done.")
+    first.remember(first.render(asked, template_kwargs={"mode": "a"}), generated, answer)
+    later = Renderer(tokenizer(), chat_template=CHATML, kept=kept)
+    for mode, spliced in (("b", 0), ("a", len(generated))):
+        assert later.render([*asked, answer, more], template_kwargs={"mode": mode}).spliced_tokens == spliced
+
+
+def test_a_turn_that_other_arguments_hide_has_its_span() -> None:
+    hidden = CHATML.replace("{%- for m in messages %}", "{%- for m in messages if m.content != hide %}", 1)
+    assert hidden != CHATML
+    renderer = renderer_of(hidden)
+    asked = [Message("user", "Go on, please"), Message("assistant", "Certainly, at once"), Message("user", "So, what is it?")]
+    for kwargs in ({"hide": asked[2].content}, {}):
+        layout = renderer.render(asked, template_kwargs=kwargs)
+        assert layout == renderer_of(hidden).render(asked, template_kwargs=kwargs)
+        assert [span.message for span in layout.spans if span.kind == "turn"] == [0, 1, 2][: 2 if kwargs else 3]
 
 
 def test_remembered_answers_are_bounded_with_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
