@@ -40,21 +40,23 @@ class Passages:
         ends: list[int] = []
         at = seam = 0
         while True:
-            start = at + seam  # mostly the next passage stands after the same seam as the last one
-            if (number := self._begun(run, start, order)) is None:
-                for start in range(at, min(at + SEAM, len(run) - EDGE + 1), SIZE):
-                    if (number := self._begun(run, start, order)) is not None:
-                        break
-                else:
-                    return order, ends
+            for start in (at + seam, *range(at, at + SEAM, SIZE)):  # mostly the next passage stands after the same seam as the last one
+                if run[start : start + EDGE] in self._starts and (number := self._begun(run, start, order)) is not None:
+                    break
+            else:
+                return order, ends
             seam = start - at
             at = min(start + len(self._inner[number]), len(run))
             order.append(number)
             ends.append(at // SIZE)
 
+    def leads(self, run: bytes) -> bool:
+        """Tell whether the first passage may be the first one in a run."""
+        return any(inner[:EDGE] in run[: SEAM + EDGE] for inner in self._inner[:1])
+
     def _begun(self, run: bytes, start: int, order: list[int]) -> int | None:
         """The passage that begins at `start` and is not in `order`."""
-        for number in self._starts.get(run[start : start + EDGE], ()):
+        for number in self._starts[run[start : start + EDGE]]:
             inner = self._inner[number]
             if number not in order and inner.startswith(run[start : start + len(inner)]):
                 return number
@@ -80,7 +82,7 @@ def arrange(
         return Arrangement(tuple(first.values()), len(passages), 0, 0)
     head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
     ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
-    scope = Scope(namespace, f"{known.whole}{scope_of(engine, adapter)}", regime)
+    scope = Scope(namespace, f"{known.known or known.whole}{scope_of(engine, adapter)}", regime)
     found = _best(engine.store, scope, head, ids, same)
     if engine.reuse == "lossy" and (disk := engine.store.disk):  # as a request looks there, too
         other = _best(engine.store, replace(scope, precision=disk.precision), head, ids, same)
@@ -101,16 +103,19 @@ def _best(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Seque
     while left:
         before, run = left.pop()
         skip = max(0, len(head) - len(before))  # of the page in which the head ends
-        for page in store.continuations(scope, before, head[len(before) :][:PAGE_TOKENS]):
-            longer = run + page[skip:].tobytes()
+        pages = store.continuations(scope, before, head[len(before) :][:PAGE_TOKENS])
+        for page in sorted(pages, key=len, reverse=True):  # a short one gains nothing after a long one, unless it follows the given order
+            longer, last = run + page[skip:].tobytes(), len(page) < PAGE_TOKENS
+            if last and len(longer) <= most * SIZE and not passages.leads(longer):
+                continue
             order, ends = passages.follow(longer)
             if not ends:
                 continue
             if ends[-1] > most:
                 best, most = order, ends[-1]
-            alike = next((i for i, (one, other) in enumerate(zip(order, range(len(order)), strict=True)) if one != other), len(order))
+            alike = next((place for place, number in enumerate(order) if number != place), len(order))
             kept = max(kept, ends[alike - 1] if alike else 0)
-            if len(page) == PAGE_TOKENS and len(longer) - ends[-1] * SIZE < SEAM and len(order) < len(given) + 1:
+            if not last and len(longer) - ends[-1] * SIZE < SEAM and len(order) < len(given) + 1:
                 left.append((np.concatenate((before, page)), longer))
     if most - kept < LEAST:
         return Arrangement(tuple(given), len(ids), kept, kept)
