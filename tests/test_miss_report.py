@@ -32,6 +32,19 @@ def test_an_episode_that_only_grows_has_nothing_to_say(name: str) -> None:
     assert look(renderer, *[(whole[:stop], tools) for stop in (2, 4, 6, len(whole))]) == [None] * 4
 
 
+def test_instructions_amid_messages_make_no_two_conversations_one() -> None:
+    about = {"role": "system", "content": f"The folder holds: {long_text(40, 9)}"}  # as coding agents put it after the question
+    renderer, requests = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"]), []
+    for number in range(2):
+        begun = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Question {number}: {long_text(20, number)}"}, about]
+        requests += [(begun, []), ([*begun, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}], [])]
+    assert look(renderer, *requests) == [None] * 4
+    cleared = [requests[-1][0][0], {"role": "user", "content": "Cleared."}, *requests[-1][0][2:], *requests[-1][0][3:]]
+    found = look(renderer, *requests, (cleared, []))[-1]
+    assert found is not None
+    assert found.cause == "edited history"
+
+
 @pytest.mark.parametrize(
     ("cause", "writer", "change"),
     [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from .agents import Conversation, Words, foreign, front_of, share, whose
@@ -91,7 +91,7 @@ class Conversations:
             lines = [line for line in request.prompt.split("\n") if line.strip()]
             return Counter({_digest(masked(line)): _weight(line) for line in lines[-200:]})
         out: Counter[bytes] = Counter()
-        for said in request.history:
+        for said in _speech(request):
             mark = self._mark(said)
             out[mark] = max(out[mark], _weight(said.content) + sum(_weight(call.arguments) for call in said.calls))
         return out
@@ -172,13 +172,18 @@ class Conversations:
         if request.prompt is not None:
             lines = [line for line in request.prompt.split("\n") if line.strip()]
             return _digest(masked(lines[-2 if len(lines) > 1 else -1])) if lines else b""
-        return self._mark(request.history[-1]) if request.history else b""
+        return self._mark(_speech(request)[-1]) if request.history else b""
 
 
 def _asks_of_another(track: Conversation, marks: Counter[bytes], request: Request) -> bool:
     """True if two histories that end alike share nothing else: the same is asked of another text, not of one that grew."""
     alone = len(track.marks.keys() & marks.keys()) == 1 < min(len(track.marks), len(marks))
     return alone and not similar(track.last.history[0].content, request.history[0].content)
+
+
+def _speech(request: Request) -> Sequence[Said]:
+    """The messages that tell of this conversation: instructions amid them are those of every conversation of one agent."""
+    return [said for said in request.history if said.role != "system"] or request.history
 
 
 def _begins(request: Request) -> bool:
