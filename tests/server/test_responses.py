@@ -81,9 +81,7 @@ def test_an_output_that_comes_again_is_read_once(served: Served) -> None:
     high = output(first.output[-1], "High water in Port Averil at 11.")
     second = api.responses.create(**{**asked, "input": [high]}, previous_response_id=first.id)
     low = output(second.output[-1], "Low water in Port Averil at 5.")
-    once, again = (
-        api.responses.create(**{**ASKED, "input": given}, previous_response_id=second.id) for given in ([low], [high, low])
-    )
+    once, again = (api.responses.create(**{**ASKED, "input": given}, previous_response_id=second.id) for given in ([low], [high, low]))
     assert (again.output_text, again.usage.input_tokens) == (once.output_text, once.usage.input_tokens), "as Semantic Kernel sends them"
     with pytest.raises(openai.BadRequestError, match="answers no open call"):
         api.responses.create(**{**ASKED, "input": [{**high, "output": "High water at 12."}, low]}, previous_response_id=second.id)
