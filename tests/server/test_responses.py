@@ -70,6 +70,26 @@ def test_a_response_goes_on_from_a_stored_one(served: Served) -> None:
         api.responses.retrieve(then.id)
 
 
+def test_an_output_that_comes_again_is_read_once(served: Served) -> None:
+    api = served.openai()
+    asked = {**ASKED, "tool_choice": "required"}
+    first = api.responses.create(**asked)
+
+    def output(call: Any, said: str) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": call.call_id, "output": said}
+
+    high = output(first.output[-1], "High water in Port Averil at 11.")
+    second = api.responses.create(**{**asked, "input": [high]}, previous_response_id=first.id)
+    low = output(second.output[-1], "Low water in Port Averil at 5.")
+    once, again = (api.responses.create(**{**ASKED, "input": given}, previous_response_id=second.id) for given in ([low], [high, low]))
+    assert (again.output_text, again.usage.input_tokens) == (once.output_text, once.usage.input_tokens), "as Semantic Kernel sends them"
+    with pytest.raises(openai.BadRequestError, match="answers no open call"):
+        api.responses.create(**{**ASKED, "input": [{**high, "output": "High water at 12."}, low]}, previous_response_id=second.id)
+    anew = [{**first.output[-1].model_dump(exclude_none=True), "id": None}, high]
+    third = api.responses.create(**{**ASKED, "input": anew}, previous_response_id=again.id)
+    assert third.usage.input_tokens > again.usage.input_tokens + 20, "a call of the same id has an output of its own"
+
+
 def test_stored_items_may_be_referred_to(served: Served) -> None:
     api = served.openai(strict=True)
     first = api.responses.create(**ASKED, tool_choice="required")
