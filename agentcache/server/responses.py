@@ -241,7 +241,7 @@ def usage_of(completion: Completion) -> dict[str, Any]:
 def messages_of(items: Items, instructions: str | None = None) -> list[dict[str, Any]]:
     """A conversation in chat's shape. Reasoning, calls and a text that follow each other are one assistant turn, in any order."""
     out: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    answered: dict[Any, Any] = {}
+    answered: dict[str, str] = {}  # the text of each result so far, by the call's id as it came
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
@@ -262,12 +262,12 @@ def messages_of(items: Items, instructions: str | None = None) -> list[dict[str,
             function = {"name": item.get("name"), "arguments": arguments_of(item.get("arguments"))}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
-            answered.pop(call["id"], None)
+            answered.pop(repr(call["id"]), None)
         elif kind == "function_call_output":
-            identity, text = item.get("call_id"), _text_of(number, item.get("output"))
-            if identity is None or answered.get(identity) != text:  # Semantic Kernel sends earlier outputs again, after their response
-                out.append(with_role({"role": "tool", "tool_call_id": identity, "content": text}))
-            answered[identity] = text
+            text, known = _text_of(number, item.get("output")), repr(item.get("call_id"))
+            if item.get("call_id") is None or answered.get(known) != text:  # Semantic Kernel sends earlier outputs again
+                out.append(with_role({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}))
+            answered[known] = text
         else:
             raise refused(f"input[{number}].type", kind, "only messages, reasoning, function calls and their outputs can be given")
     return out

@@ -177,6 +177,7 @@ def test_a_response_is_held_to_its_schema(served: Served) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
         ({"input": [{"role": "user"}]}, None),
         ({"input": [{"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "user", "content": None}]}, None),
+        ({"input": [{"type": "function_call_output", "call_id": ["x"], "output": "y"}]}, None),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
