@@ -45,7 +45,7 @@ def serve(
         from ..server.listening import EndingServer, listening
         from ..server.registered_tools import RegisteredTools
         from ..server.served_models import ServedModels
-        from ..server.state import Limits, ServerState
+        from ..server.state import ServerState
         from ..server.tenants import Tenants
     except ImportError as error:
         raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
@@ -62,7 +62,7 @@ def serve(
     ]
     if len({*adapters, *(model.name for model in served)}) < len(adapter or ()) + len(served):
         raise ConfigError(f"models={models!r}, --adapter={adapter or []!r}: two have one name; give NAME=PATH")
-    state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
+    state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), answer_s=timeout)
     with listening(host, port) as listener:
         address, bound = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
