@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from .errors import AgentCacheError, ConfigError
 
@@ -26,6 +27,14 @@ class report_errors(AbstractContextManager[None]):
         if isinstance(error, AgentCacheError):
             typer.echo(f"agentcache: {shown(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(1) from error
+
+
+class Verbs(TyperGroup):
+    """All verbs: what agentcache refuses on purpose ends any of them with one line."""
+
+    def invoke(self, context: Any) -> Any:
+        with report_errors():
+            return super().invoke(context)
 
 
 def shown(text: str) -> str:

@@ -20,7 +20,7 @@ from agentcache.server.app import create_app
 from agentcache.server.listening import EndingServer
 from agentcache.server.registered_tools import RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
-from agentcache.server.state import Limits, ServerState
+from agentcache.server.state import ServerState
 from agentcache.server.tenants import Tenants
 from tests import models
 
@@ -96,13 +96,13 @@ def serving(
     *models: ServedModel,
     store: Path | None = None,
     keys: Path | None = None,
-    limits: Limits | None = None,
     most: int = 16,
     idle_s: float = 0.0,
+    **bounds: Any,
 ) -> Iterator[Served]:
     """Serve these models, by default the embedded one, until the block ends."""
     served = ServedModels(list(models) or [embedded(store)], idle_s)
-    state = ServerState(served, Tenants.read(keys, most), RegisteredTools(store), limits or Limits())
+    state = ServerState(served, Tenants.read(keys, most), RegisteredTools(store), **bounds)
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as end:
         server = EndingServer(create_app(state), state.closing)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from ..terminal import report_errors
+from ..terminal import Verbs
 from .options import (
     DeviceOption,
     Dtype,
@@ -36,7 +36,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..traces import Episode
 
-app = typer.Typer(help="Measure a model of yours; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=Verbs, help="Measure a model of yours; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
 
 
 @app.command()
@@ -63,18 +63,17 @@ def latency(
     json_file: JsonOption = None,
 ) -> None:
     """Time to first token and per token, for growing tool lists. Ours against generate and its caches."""
-    with report_errors():
-        from . import baselines, llama_cpp, report
-        from . import latency as bench
-        from .shapes import dtype_of
+    from . import baselines, llama_cpp, report
+    from . import latency as bench
+    from .shapes import dtype_of
 
-        options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        loading, rival = Loading(model, shape, dtype, threads, bits, weights, device), dtype_of(stock_dtype.value) if stock_dtype else None
-        with report.measuring("latency", loading, json_file) as run:
-            with ExitStack() as stack:
-                others = stack.enter_context(llama_cpp.started(run.engine.model, run.keep)) if with_llama_cpp else {}
-                bench.run(run.engine, options, run.say, run.keep, baselines.rival(run.engine.model, rival), others)
-            run.tables += report.latency_tables(run.found["rows"])
+    options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
+    loading, rival = Loading(model, shape, dtype, threads, bits, weights, device), dtype_of(stock_dtype.value) if stock_dtype else None
+    with report.measuring("latency", loading, json_file) as run:
+        with ExitStack() as stack:
+            others = stack.enter_context(llama_cpp.started(run.engine.model, run.keep)) if with_llama_cpp else {}
+            bench.run(run.engine, options, run.say, run.keep, baselines.rival(run.engine.model, rival), others)
+        run.tables += report.latency_tables(run.found["rows"])
 
 
 @app.command()
@@ -94,18 +93,17 @@ def react(
     json_file: JsonOption = None,
 ) -> None:
     """Replay recorded agent episodes: computed tokens and times. Tokens computed of those sent, and the time of every call."""
-    with report_errors():
-        from .. import traces
-        from . import react as bench
-        from . import report
+    from .. import traces
+    from . import react as bench
+    from . import report
 
-        if not workload:
-            raise ConfigError("workload=None: name a recorded trace with --workload; `agentcache.Recorder` writes one of your own agent")
-        families = _recorded(workload, tools_dir, episodes, calls)
-        texts = [text for read in families.values() for text in traces.texts(read)]
-        with report.measuring("react", Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
-            run.keep(bench.run(run.engine, families, run.say, off=off, stock=stock))
-            run.tables.append(report.react_table(run.found["families"]))
+    if not workload:
+        raise ConfigError("workload=None: name a recorded trace with --workload; `agentcache.Recorder` writes one of your own agent")
+    families = _recorded(workload, tools_dir, episodes, calls)
+    texts = [text for read in families.values() for text in traces.texts(read)]
+    with report.measuring("react", Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
+        run.keep(bench.run(run.engine, families, run.say, off=off, stock=stock))
+        run.tables.append(report.react_table(run.found["families"]))
 
 
 def _recorded(workload: list[Path], tools_dir: Path | None, episodes: int | None, calls: int | None) -> dict[str, list[Episode]]:
@@ -137,17 +135,16 @@ def serve(
     json_file: JsonOption = None,
 ) -> None:
     """Many agents at one server: first tokens and tokens per second. Over HTTP, in process, and from transformers serve."""
-    with report_errors():
-        from . import report
-        from . import serve as bench
-        from .environment import machine, versions
+    from . import report
+    from . import serve as bench
+    from .environment import machine, versions
 
-        wanted = bench.Options(numbers(agents, "agents"), max_tokens, transformers)
-        recorded = [one for read in _recorded(workload or [], tools_dir, episodes, calls).values() for one in read]
-        with report.Progress() as say:
-            run = report.Run(None, say, {"bench": "serve", "machine": machine(), "versions": versions(), "model": model}, json_file)
-            bench.run(model, recorded or bench.repeated(tools, calls, max(wanted.agents)), wanted, say, run.keep)
-        report.finish(run.found, [report.serve_table(run.found["rows"])], json_file)
+    wanted = bench.Options(numbers(agents, "agents"), max_tokens, transformers)
+    recorded = [one for read in _recorded(workload or [], tools_dir, episodes, calls).values() for one in read]
+    with report.Progress() as say:
+        run = report.Run(None, say, {"bench": "serve", "machine": machine(), "versions": versions(), "model": model}, json_file)
+        bench.run(model, recorded or bench.repeated(tools, calls, max(wanted.agents)), wanted, say, run.keep)
+    report.finish(run.found, [report.serve_table(run.found["rows"])], json_file)
 
 
 @app.command()
@@ -160,17 +157,16 @@ def store(
     json_file: JsonOption = None,
 ) -> None:
     """Pages to disk and back, against raw files. Writing, reading and verifying."""
-    with report_errors():
-        from . import report
-        from . import store as bench
-        from .environment import machine, versions
+    from . import report
+    from . import store as bench
+    from .environment import machine, versions
 
-        with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
-            about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "blake3"))}
-            found: dict[str, Any] = {**about, "shape": shape.value, "dtype": dtype.value}
-            with closing(bench.Files(bench.spec_of(shape.value, dtype.value), tokens, Path(folder))) as files:
-                found |= bench.run(files, repeats, say)
-        report.finish(found, [report.store_table(found)], json_file)
+    with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
+        about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "blake3"))}
+        found: dict[str, Any] = {**about, "shape": shape.value, "dtype": dtype.value}
+        with closing(bench.Files(bench.spec_of(shape.value, dtype.value), tokens, Path(folder))) as files:
+            found |= bench.run(files, repeats, say)
+    report.finish(found, [report.store_table(found)], json_file)
 
 
 @app.command()
@@ -190,14 +186,13 @@ def adapters(
     json_file: JsonOption = None,
 ) -> None:
     """Change of adapter at a long prompt. First tokens and computed tokens, against a base hit and a cold prompt."""
-    with report_errors():
-        from . import adapters as bench
-        from . import report
+    from . import adapters as bench
+    from . import report
 
-        options = bench.Options(tools, tail, rank, repeats, count, steps)
-        with report.measuring("adapters", Loading(model, shape, dtype, threads, device=device), json_file) as run:
-            bench.run(run.engine, options, run.say, run.keep)
-            run.tables.append(report.adapters_table(run.found["rows"]))
+    options = bench.Options(tools, tail, rank, repeats, count, steps)
+    with report.measuring("adapters", Loading(model, shape, dtype, threads, device=device), json_file) as run:
+        bench.run(run.engine, options, run.say, run.keep)
+        run.tables.append(report.adapters_table(run.found["rows"]))
 
 
 @app.command()
@@ -212,26 +207,25 @@ def families(
     json_file: JsonOption = None,
 ) -> None:
     """Reuse of every known family on a tiny random model. Tool group, next step, second process, against reuse off."""
-    with report_errors():
-        import torch
+    import torch
 
-        from ..model.loading import place
-        from . import families as known
-        from . import family_reuse as bench
-        from . import report
-        from .environment import machine, versions
-        from .shapes import dtype_of
+    from ..model.loading import place
+    from . import families as known
+    from . import family_reuse as bench
+    from . import report
+    from .environment import machine, versions
+    from .shapes import dtype_of
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        like = torch.empty(0, dtype=dtype_of(dtype.value), device=place(device))
-        about = {"machine": {**machine(like.device), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
-        with report.Progress() as say:
-            run = report.Run(None, say, {"bench": "families", **about}, json_file)
-            bench.run(names(only) if only else tuple(known.TINY), like, say, run.keep)
-        report.finish(run.found, [report.families_table(run.found)], json_file)
-        if markdown is not None:
-            write(markdown, bench.markdown(run.found["rows"]))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    like = torch.empty(0, dtype=dtype_of(dtype.value), device=place(device))
+    about = {"machine": {**machine(like.device), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
+    with report.Progress() as say:
+        run = report.Run(None, say, {"bench": "families", **about}, json_file)
+        bench.run(names(only) if only else tuple(known.TINY), like, say, run.keep)
+    report.finish(run.found, [report.families_table(run.found)], json_file)
+    if markdown is not None:
+        write(markdown, bench.markdown(run.found["rows"]))
 
 
 @app.command()
@@ -252,13 +246,12 @@ def quality(
     json_file: JsonOption = None,
 ) -> None:
     """Choice of tools and their arguments, by greedy decoding. Unseen tools and words, episodes, intervals."""
-    with report_errors():
-        from . import quality as bench
-        from . import report
+    from . import quality as bench
+    from . import report
 
-        named = names(splits) if splits != "all" else bench.SPLITS
-        files = tuple(selection or ())
-        wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents)
-        with report.measuring("quality", Loading(model, None, dtype, threads, quantized=weights, device=device), json_file) as run:
-            bench.run(run.engine, wanted, run.say, run.keep)
-            run.tables += bench.tables(run.found)
+    named = names(splits) if splits != "all" else bench.SPLITS
+    files = tuple(selection or ())
+    wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents)
+    with report.measuring("quality", Loading(model, None, dtype, threads, quantized=weights, device=device), json_file) as run:
+        bench.run(run.engine, wanted, run.say, run.keep)
+        run.tables += bench.tables(run.found)

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -143,16 +144,8 @@ def _engine(name: str, like: torch.Tensor, folder: Path) -> Engine:
 @contextmanager
 def _new_folder() -> Iterator[Path]:
     """A folder for stores and verdicts, so that nothing is remembered of earlier runs; removed at the end."""
-    before = os.environ.get("AGENTCACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["AGENTCACHE_DIR"] = str(Path(folder) / "verdicts")
-        try:
-            yield Path(folder)
-        finally:
-            if before is None:
-                del os.environ["AGENTCACHE_DIR"]
-            else:
-                os.environ["AGENTCACHE_DIR"] = before
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, AGENTCACHE_DIR=str(Path(folder) / "verdicts")):
+        yield Path(folder)
 
 
 @contextmanager

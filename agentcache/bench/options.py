@@ -155,17 +155,21 @@ class Loading:
             raise ConfigError(f"model={self.model!r} and shape={self.shape.value!r}: give one of them")
         if self.bits not in (None, 4, 8) or (self.bits and self.model is None):
             raise ConfigError(f"bits={self.bits!r}: must be 4 or 8, of a --model: weights are quantized while its folder is read")
-        weights: Any = self.quantized and self.quantized.value
         if self.model is not None:
-            given: dict[str, Any] = {"dtype": self.dtype.value, "device": self.device, "weights": weights}
-            return load(self.model, **given, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
+            return load(self.model, **self._given, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
         on = place(self.device)
         loaded, tokenizer = shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
-        if weights is not None:
+        if self.quantized is not None:
             if on.type != "cpu":
-                raise ConfigError(f"weights={weights!r} with device={self.device!r}: its kernels run on a CPU; leave out one of them")
+                raise ConfigError(
+                    f"weights={self.quantized.value!r} with device={self.device!r}: its kernels run on a CPU; leave out one of them"
+                )
             quantize(loaded)
         return loaded.to(on), tokenizer
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {"dtype": self.dtype.value, "device": self.device, "weights": self.quantized and self.quantized.value}
 
     def engine(self, texts: Iterable[str] = (), store: Any = None, memory_bytes: int | None = None) -> Any:
         """A running engine; store: the place of its pages, None for memory; memory_bytes: its budget."""
@@ -176,9 +180,7 @@ class Loading:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if self.model is not None and self.shape is None and self.bits is None:
-            weights: Any = self.quantized and self.quantized.value
-            given: dict[str, Any] = {"dtype": self.dtype.value, "device": self.device, "weights": weights}
-            return Engine(self.model, **given, store=store, memory_bytes=memory_bytes)
+            return Engine(self.model, **self._given, store=store, memory_bytes=memory_bytes)
         return Engine(*self.weights(texts), store=store, memory_bytes=memory_bytes)
 
 

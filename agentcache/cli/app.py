@@ -18,7 +18,7 @@ from .. import __version__
 from ..approximate.calibrate.cli import calibrate, rag, segments
 from ..bench.cli import app as bench_app
 from ..bench.options import to_write, write
-from ..terminal import facts, report_errors, say_json
+from ..terminal import Verbs, facts, say_json
 from . import lint, receipts, upkeep
 from . import store as stores
 from .replay import replay
@@ -26,6 +26,7 @@ from .serve import serve
 
 app = typer.Typer(
     name="agentcache",
+    cls=Verbs,
     help="Agents on your own models: a step pays only for its new tokens.",
     no_args_is_help=True,
     add_completion=False,
@@ -61,10 +62,9 @@ def demo(
     """Let the embedded model answer questions with real tools. Shows what each step paid: reuse off, cold, warm and in a second process."""
     from ..demo.run import run
 
-    with report_errors():
-        report = run(Console())
-        if json_file is not None:
-            write(json_file, json.dumps(report, indent=1) + "\n")
+    report = run(Console())
+    if json_file is not None:
+        write(json_file, json.dumps(report, indent=1) + "\n")
 
 
 def doctor(
@@ -75,9 +75,8 @@ def doctor(
     as_json: stores.JsonOption = False,
 ) -> None:
     """Say what is bit-identical on this machine, and what is not. With padding, threads, versions, the reasons, and the store's folder."""
-    with report_errors():
-        report = _examine(model, shape, context.obj)
-        report["store"] = upkeep.examine(store)
+    report = _examine(model, shape, context.obj)
+    report["store"] = upkeep.examine(store)
     if as_json:
         say_json(report)
     else:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..bench.options import write
 from ..errors import ConfigError
-from ..terminal import bar, report_errors, shown
+from ..terminal import bar, shown
 
 if TYPE_CHECKING:
     from ..lint import Options, Report
@@ -46,28 +46,27 @@ def lint(
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 whatever is found.")] = False,
 ) -> None:
     """Say why prompts are not reused, and the fix. Where two requests part, the writer, the cost. Exit code 1 if there are findings."""
-    with report_errors():
-        if (source is None) == (template is None):
-            raise ConfigError("give recorded requests (a file, -, or module:object), or --template: one of them")
-        if template is not None:
-            _only_a_template(context, template)
-            bad = _template(template, as_json)
-        else:
-            from ..lint import Options
-            from ..lint.templated import load
+    if (source is None) == (template is None):
+        raise ConfigError("give recorded requests (a file, -, or module:object), or --template: one of them")
+    if template is not None:
+        _only_a_template(context, template)
+        bad = _template(template, as_json)
+    else:
+        from ..lint import Options
+        from ..lint.templated import load
 
-            if redact and suggest is not None:
-                raise ConfigError("--redact and --suggest-layout: patterns show text of the requests; give one of them")
-            if chat_template is not None and tokenizer is None:
-                raise ConfigError(f"--chat-template={str(chat_template)!r}: needs --tokenizer")
-            if price is not None and not 0 <= price[1] <= price[0]:
-                raise ConfigError(f"--price-per-million={price!r}: give two prices, computed and cached, the second not above the first")
-            loaded = load(tokenizer, chat_template) if tokenizer is not None else None
-            report = _report(str(source), Options(tools_first, loaded, transcripts, across, redact, price), as_json)
-            _write(report, html, suggest)
-            _say(report, as_json)
-            share = report.totals()["reused_share"]
-            bad = bool(report.findings) if fail_under is None else share is not None and share < fail_under
+        if redact and suggest is not None:
+            raise ConfigError("--redact and --suggest-layout: patterns show text of the requests; give one of them")
+        if chat_template is not None and tokenizer is None:
+            raise ConfigError(f"--chat-template={str(chat_template)!r}: needs --tokenizer")
+        if price is not None and not 0 <= price[1] <= price[0]:
+            raise ConfigError(f"--price-per-million={price!r}: give two prices, computed and cached, the second not above the first")
+        loaded = load(tokenizer, chat_template) if tokenizer is not None else None
+        report = _report(str(source), Options(tools_first, loaded, transcripts, across, redact, price), as_json)
+        _write(report, html, suggest)
+        _say(report, as_json)
+        share = report.totals()["reused_share"]
+        bad = bool(report.findings) if fail_under is None else share is not None and share < fail_under
     if bad and not exit_zero:
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..bench.options import DeviceOption
-from ..terminal import bar, report_errors, say_json, shown
+from ..terminal import bar, say_json, shown
 from .store import JsonOption, PolicyOption, count, named_adapter
 
 
@@ -38,25 +38,22 @@ def replay(
     as_json: JsonOption = False,
 ) -> None:
     """Ask recorded requests without reuse and with it. Compares ids, bits and tool calls. Exit code 1 at the first difference."""
-    with report_errors():
-        from ..calibration import Calibration
-        from ..engine import Engine
-        from ..lint.templated import read_template
-        from ..replay import Replay, read
+    from ..calibration import Calibration
+    from ..engine import Engine
+    from ..lint.templated import read_template
+    from ..replay import Replay, read
 
-        requests, problems = read(source, transcripts, limit)
-        known = None if calibration is None else Calibration.load(calibration)
-        adapters = {} if adapter is None else dict([named_adapter(adapter)])
-        template = None if chat_template is None else read_template(chat_template)
-        with (
-            Engine(
-                model, device=device, store=store, calibration=known, chat_template=template, policy=policy, adapters=adapters
-            ) as engine,
-            bar("replaying", as_json) as tell,
-        ):
-            acting, recorded = next(iter(adapters), None), against is Against.recorded
-            run = Replay(engine, known, namespace=namespace, adapter=acting, tokens=max_tokens, recorded=recorded)
-            found = run.run(requests, lambda done: tell(done, len(requests)))
+    requests, problems = read(source, transcripts, limit)
+    known = None if calibration is None else Calibration.load(calibration)
+    adapters = {} if adapter is None else dict([named_adapter(adapter)])
+    template = None if chat_template is None else read_template(chat_template)
+    with (
+        Engine(model, device=device, store=store, calibration=known, chat_template=template, policy=policy, adapters=adapters) as engine,
+        bar("replaying", as_json) as tell,
+    ):
+        acting, recorded = next(iter(adapters), None), against is Against.recorded
+        run = Replay(engine, known, namespace=namespace, adapter=acting, tokens=max_tokens, recorded=recorded)
+        found = run.run(requests, lambda done: tell(done, len(requests)))
     if as_json:
         say_json({"source": source, "model": model, "unread": len(problems), **asdict(found)})
     else:

@@ -11,7 +11,6 @@ import typer
 
 from ..bench.options import DeviceOption, Dtype, Weights, WeightsOption
 from ..errors import ConfigError
-from ..terminal import report_errors
 from .store import PolicyOption, StoreOption, check_folder, given_system, given_tools, named_adapter
 
 if TYPE_CHECKING:
@@ -41,35 +40,34 @@ def serve(
     store: StoreOption = None,
 ) -> None:
     """Serve models: OpenAI's and Anthropic's API, tool groups, a page."""
-    with report_errors():
-        try:
-            from ..server.app import LOCAL, create_app
-            from ..server.listening import EndingServer, listening
-            from ..server.registered_tools import RegisteredTools
-            from ..server.served_models import ServedModels
-            from ..server.state import Limits, ServerState
-            from ..server.tenants import Tenants
-        except ImportError as error:
-            raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
-        _check(timeout, policy, device, weights, bits)
-        tenants = Tenants.read(keys, requests)
-        if host not in LOCAL and not tenants.asks_for_keys:
-            raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
-        options: dict[str, Any] = {"dtype": dtype and dtype.value, "device": device, "weights": weights and weights.value, "policy": policy}
-        options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
-        adapters = dict(named_adapter(said) for said in adapter or ())
-        served = [
-            _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system, tenants)
-            for number, said in enumerate(models)
-        ]
-        if len({*adapters, *(model.name for model in served)}) < len(adapter or ()) + len(served):
-            raise ConfigError(f"models={models!r}, --adapter={adapter or []!r}: two have one name; give NAME=PATH")
-        state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
-        with listening(host, port) as listener:
-            address, bound = listener.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{shown}:{bound}")
-            EndingServer(create_app(state), state.closing).run([listener])
+    try:
+        from ..server.app import LOCAL, create_app
+        from ..server.listening import EndingServer, listening
+        from ..server.registered_tools import RegisteredTools
+        from ..server.served_models import ServedModels
+        from ..server.state import ServerState
+        from ..server.tenants import Tenants
+    except ImportError as error:
+        raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
+    _check(timeout, policy, device, weights, bits)
+    tenants = Tenants.read(keys, requests)
+    if host not in LOCAL and not tenants.asks_for_keys:
+        raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
+    options: dict[str, Any] = {"dtype": dtype and dtype.value, "device": device, "weights": weights and weights.value, "policy": policy}
+    options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
+    adapters = dict(named_adapter(said) for said in adapter or ())
+    served = [
+        _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system, tenants)
+        for number, said in enumerate(models)
+    ]
+    if len({*adapters, *(model.name for model in served)}) < len(adapter or ()) + len(served):
+        raise ConfigError(f"models={models!r}, --adapter={adapter or []!r}: two have one name; give NAME=PATH")
+    state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), answer_s=timeout)
+    with listening(host, port) as listener:
+        address, bound = listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{shown}:{bound}")
+        EndingServer(create_app(state), state.closing).run([listener])
 
 
 def _check(timeout: float, policy: Path | None, device: str, weights: Weights | None, bits: int | None) -> None:

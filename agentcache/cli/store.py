@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ..bench.options import DeviceOption, Dtype
 from ..errors import ConfigError, StoreError, StoreWarning
-from ..terminal import bar, facts, listing, report_errors, say_json, shown, size
+from ..terminal import bar, facts, listing, say_json, shown, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -156,28 +156,27 @@ def warm(
     from ..store.disk.folder import Folder
 
     began = time.perf_counter()
-    with report_errors():
-        schemas, prompt = given_tools(tools), given_system(system)
-        if not schemas and not prompt:
-            raise ConfigError("nothing to warm: give --tools, --system or both")
-        Folder.open(store)  # before a model is loaded
-        from ..engine import Engine
-        from ..types import StoreOptions
+    schemas, prompt = given_tools(tools), given_system(system)
+    if not schemas and not prompt:
+        raise ConfigError("nothing to warm: give --tools, --system or both")
+    Folder.open(store)  # before a model is loaded
+    from ..engine import Engine
+    from ..types import StoreOptions
 
-        warnings.filterwarnings("ignore", "pages are not written", StoreWarning)  # _flushed says so itself
-        with Engine(model, device=device, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
-            with bar("warming", as_json) as tell:
-                group = engine.warm(prompt, schemas, name=name, namespace=namespace, tools_order=tools_order.value, on_progress=tell)
-            stored = _flushed(engine, group)
-        seconds = time.perf_counter() - began
-        found = group.prefix_tokens - group.computed_tokens
-        if as_json:
-            say_json({**{name: getattr(group, name) for name in WARMED}, "found_tokens": found, "stored_bytes": stored, "seconds": seconds})
-            return
-        typer.echo(
-            f"{shown(group.name)}: {group.prefix_tokens:,} tokens ({group.computed_tokens:,} computed, {found:,} found) in "
-            f"{count(group.pages, 'page')}, {size(stored)} on disk, {group.warm_ms / 1e3:.1f} s ({seconds:.1f} s with loading the model)"
-        )
+    warnings.filterwarnings("ignore", "pages are not written", StoreWarning)  # _flushed says so itself
+    with Engine(model, device=device, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
+        with bar("warming", as_json) as tell:
+            group = engine.warm(prompt, schemas, name=name, namespace=namespace, tools_order=tools_order.value, on_progress=tell)
+        stored = _flushed(engine, group)
+    seconds = time.perf_counter() - began
+    found = group.prefix_tokens - group.computed_tokens
+    if as_json:
+        say_json({**{name: getattr(group, name) for name in WARMED}, "found_tokens": found, "stored_bytes": stored, "seconds": seconds})
+        return
+    typer.echo(
+        f"{shown(group.name)}: {group.prefix_tokens:,} tokens ({group.computed_tokens:,} computed, {found:,} found) in "
+        f"{count(group.pages, 'page')}, {size(stored)} on disk, {group.warm_ms / 1e3:.1f} s ({seconds:.1f} s with loading the model)"
+    )
 
 
 def _flushed(engine: Engine, group: ToolGroup) -> int:
@@ -228,7 +227,7 @@ def given_system(given: str | None) -> str | None:
 
 def ls(namespace: NamespaceOption = None, adapter: AdapterOption = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the tool groups and sessions in the store."""
-    with report_errors(), opened(store) as (folder, index):
+    with opened(store) as (folder, index):
         groups = [_about(index, group) for group in index.groups(namespace) if of(group, adapter)]
         rows, total = index.total()
     if as_json:
@@ -269,7 +268,7 @@ def inspect(
     """Show one tool group: its manifest, and which pages are stored."""
     from ..store.admin.check import pages_of
 
-    with report_errors(), opened(store) as (_, index):
+    with opened(store) as (_, index):
         group = one(index, name, namespace, fingerprint, adapter)
         about = _about(index, group)
         about["used_since"] = sum(row.used > about["last_use"] for row in index.rows())
@@ -300,15 +299,14 @@ def stats(
     as_json: JsonOption = False,
 ) -> None:
     """Count stored pages by role, namespace and precision. Also shows the store's own counts and measurements."""
-    with report_errors():
-        if url is not None:
-            from ..client import RemoteEngine
+    if url is not None:
+        from ..client import RemoteEngine
 
-            with RemoteEngine(url, api_key) as engine:
-                found: dict[str, Any] = engine.stats()
-        else:
-            with opened(store) as (folder, index):
-                found = _counted(folder, index)
+        with RemoteEngine(url, api_key) as engine:
+            found: dict[str, Any] = engine.stats()
+    else:
+        with opened(store) as (folder, index):
+            found = _counted(folder, index)
     if as_json:
         say_json(found)
     else:

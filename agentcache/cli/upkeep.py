@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, StoreError
-from ..terminal import bar, bytes_of, report_errors, say_json, seconds_of, shown, size
+from ..terminal import bar, bytes_of, say_json, seconds_of, shown, size
 from .store import AdapterOption, FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, named, one, opened
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def verify(
     from ..store.admin import check
     from ..store.disk.folder import Folder
 
-    with report_errors():
-        folder = Folder.open(store, create=False)
-        with bar("verifying", as_json) as tell:
-            report = check.verify(folder, fix=fix, progress=tell)
+    folder = Folder.open(store, create=False)
+    with bar("verifying", as_json) as tell:
+        report = check.verify(folder, fix=fix, progress=tell)
     if as_json:
         say_json({"store": str(folder.path), "sound": report.sound, **asdict(report)})
     else:
@@ -74,27 +73,26 @@ def prune(
     from ..store.admin.prune import prune as pruned
     from ..store.tool_group import SESSION
 
-    with report_errors():
-        if group is not None and session is not None:
-            raise ConfigError("--group and --session: give one of them")
-        group = SESSION + session if session is not None else group
-        _one_purpose(max_size, group, everything, older_than, namespace, adapter)
-        if fingerprint is not None and group is None:
-            raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
-        most = None if max_size is None else bytes_of(max_size, "--max-size")
-        age = None if older_than is None else seconds_of(older_than, "--older-than")
-        with opened(store) as (folder, index):
-            whole = None if adapter is None or group is not None else _adapter(index, adapter)
-            about: Sequence[ToolGroup | str | None] = [whole] if group is None else named(index, group, namespace, fingerprint, adapter)
-            space = None if about[0] else namespace
-            folder = replace(folder, overwrite=overwrite)
-            each = [
-                pruned(folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run)
-                for which in about
-            ]
-            done = Pruned(**{part.name: reduce(add, (getattr(one, part.name) for one in each)) for part in fields(Pruned)})
-            done.orphans, done.orphan_bytes = each[0].orphans, each[0].orphan_bytes  # one look at a folder counts
-            left = index.total()
+    if group is not None and session is not None:
+        raise ConfigError("--group and --session: give one of them")
+    group = SESSION + session if session is not None else group
+    _one_purpose(max_size, group, everything, older_than, namespace, adapter)
+    if fingerprint is not None and group is None:
+        raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
+    most = None if max_size is None else bytes_of(max_size, "--max-size")
+    age = None if older_than is None else seconds_of(older_than, "--older-than")
+    with opened(store) as (folder, index):
+        whole = None if adapter is None or group is not None else _adapter(index, adapter)
+        about: Sequence[ToolGroup | str | None] = [whole] if group is None else named(index, group, namespace, fingerprint, adapter)
+        space = None if about[0] else namespace
+        folder = replace(folder, overwrite=overwrite)
+        each = [
+            pruned(folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run)
+            for which in about
+        ]
+        done = Pruned(**{part.name: reduce(add, (getattr(one, part.name) for one in each)) for part in fields(Pruned)})
+        done.orphans, done.orphan_bytes = each[0].orphans, each[0].orphan_bytes  # one look at a folder counts
+        left = index.total()
     if as_json:
         say_json({"store": str(folder.path), "dry_run": dry_run, **asdict(done), "left_pages": left[0], "left_bytes": left[1]})
         return
@@ -148,7 +146,7 @@ def export(
     """Write a tool group or session to one file. It holds the prompt in clear."""
     from ..store.admin.archive import export_group
 
-    with report_errors(), opened(store) as (folder, index):
+    with opened(store) as (folder, index):
         group = one(index, name, namespace, fingerprint, adapter)
         with bar("exporting", as_json) as tell:
             written = export_group(folder, index, group, file, clear=clear, progress=tell)
@@ -170,7 +168,7 @@ def import_(
     """Take a tool group or session from one file into the store. It works with the model it was made with."""
     from ..store.admin.archive import import_group
 
-    with report_errors(), opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:
+    with opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:
         done = import_group(folder, index, file, name=name, namespace=namespace, progress=tell)
     group = done.group
     if as_json:

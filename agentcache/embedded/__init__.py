@@ -24,11 +24,6 @@ def folder() -> Path:
     return _verified(_FOLDER)
 
 
-@functools.cache
-def _verified(path: Path) -> Path:
-    return checked(path)
-
-
 def checked(path: Path) -> Path:
     """The folder, if its files are what its SHA256SUMS says, no more and no less."""
     again = "install agentcache-llm again, or make the folder with examples/embedded/export.py"
@@ -47,6 +42,9 @@ def checked(path: Path) -> Path:
     if wrong or not wanted:
         raise ModelLoadError(f"the embedded model's files {wrong!r} in {str(path)!r} differ from {SUMS}: {again}")
     return path
+
+
+_verified = functools.cache(checked)
 
 
 def sums(path: Path) -> dict[str, str]:

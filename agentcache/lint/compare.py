@@ -109,7 +109,7 @@ def _history(history: Turned | None, was: Request, now: Request) -> list[Change]
     if history is None:
         return []
     gone = history.cause is Cause.TRUNCATED or history.detail.endswith("taken out again")
-    writer = who(was.history[history.was] if gone else now.history[history.at])
+    writer = who((was if gone else now).history[history.at])
     return [Change(cause, "history", writer, history.detail) for cause in (history.cause, *history.also)]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..layout.tokenise import common_length
 from .compare import compare
-from .render import Parting, Prompt, again, parting, shared_start
+from .render import Parting, Prompt, again, parting
 from .templated import Tokens, own_fault
 from .values import Cause, Change, Context, Finding, Request
 from .volatile import hidden, line_pattern, pattern
@@ -27,7 +27,7 @@ def diagnose(
     was: Request, now: Request, old: Prompt, new: Prompt, conversation: str, *, across: bool = False, redact: bool = False
 ) -> Diagnosis:
     """The finding of two consecutive requests and their prompts, if the later does not go on from the earlier."""
-    shared = shared_start(old.whole, new.whole)
+    shared = common_length(old.whole, new.whole)
     if shared >= min(old.stable, len(new.whole)) or not new.parts:
         return Diagnosis(new.tokens(shared), 0, None)
     at = parting(new, shared)

@@ -24,10 +24,9 @@ MANY = 8  # places of one message that are tried
 
 
 class Turned(NamedTuple):
-    """A change of the history: `was` and `at` are the indices of the first difference in the earlier and the later list."""
+    """A change of the history, and the index of the first difference in both lists."""
 
     cause: Cause
-    was: int
     at: int
     detail: str
     also: tuple[Cause, ...] = ()
@@ -77,28 +76,27 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     if old[0] == new[0]:
         return _rewritten(was[first], now[first], first)
     if _unwrapped(was[first], now[first]):
-        return Turned(Cause.EDITED, first, first, "what stood around it was taken out again")
+        return Turned(Cause.EDITED, first, "what stood around it was taken out again")
     if (kept := _permuted(old, new)) > 1:
-        return Turned(Cause.ORDER, first, first, f"the same {kept} messages in another order")
+        return Turned(Cause.ORDER, first, f"the same {kept} messages in another order")
     if _calls_dropped(was[first], now[first]):
-        return Turned(Cause.REASONING, first, first, "what the model said beside its call, or before its answer, is gone")
+        return Turned(Cause.REASONING, first, "what the model said beside its call, or before its answer, is gone")
     if front and was[first].role == now[first].role != "tool" and all(speaks_of_summary(one[first].content) for one in (was, now)):
-        return Turned(Cause.SUMMARY, first, first, "the summary before the history was written anew")
+        return Turned(Cause.SUMMARY, first, "the summary before the history was written anew")
     gone, come = _moved(old, new)
     if come == 0 and gone:
         return _removed(was, now, first, gone)
     if len(old) == 1 and come and old[0][0] != "assistant" and new[0][0] == "assistant":  # answered, and sent once more after that
-        return Turned(Cause.EDITED, first, first, f"the last message ({old[0][0]}) was not kept: taken out again")
+        return Turned(Cause.EDITED, first, f"the last message ({old[0][0]}) was not kept: taken out again")
     if gone == 0 and come:
         cause = Cause.SUMMARY if front else Cause.EDITED
-        return Turned(cause, first, first, f"{counted(come, 'message')} put in before it")
+        return Turned(cause, first, f"{counted(come, 'message')} put in before it")
     if gone is None or come is None:
         return _replaced_tail(was[first:], now[first:], first, front)
     if gone == come:
         return _in_place(was, now, first, front)
-    if gone > come:
-        return Turned(Cause.SUMMARY, first, first, f"{counted(gone, 'message')} replaced by {come}")
-    return Turned(Cause.EDITED, first, first, f"{counted(gone, 'message')} replaced by {come}")
+    cause = Cause.SUMMARY if gone > come else Cause.EDITED
+    return Turned(cause, first, f"{counted(gone, 'message')} replaced by {come}")
 
 
 def _unwrapped(was: Said, now: Said) -> bool:
@@ -144,28 +142,26 @@ def _rewritten(was: Said, now: Said, at: int) -> Turned:
         return _text_changed(was, now, at)
     if was.reasoning != now.reasoning or was.content.strip() != now.content.strip():
         gone = len(was.reasoning) + len(was.content) > len(now.reasoning) + len(now.content)
-        return Turned(Cause.REASONING, at, at, f"its reasoning is {'gone' if gone else 'another'}")
+        return Turned(Cause.REASONING, at, f"its reasoning is {'gone' if gone else 'another'}")
     if [call.arguments for call in was.calls] != [call.arguments for call in now.calls]:
         name = next(one.name for one, other in zip(was.calls, now.calls) if one.arguments != other.arguments)
-        return Turned(Cause.ARGUMENTS, at, at, f"the arguments of {name!r} are the same, written differently")
+        return Turned(Cause.ARGUMENTS, at, f"the arguments of {name!r} are the same, written differently")
     if [call.id for call in was.calls] != [call.id for call in now.calls] or was.call_id != now.call_id:
-        return Turned(Cause.ID, at, at, "ids of tool calls made anew")
-    return Turned(Cause.EDITED, at, at, "white space around it, or its name, changed")
+        return Turned(Cause.ID, at, "ids of tool calls made anew")
+    return Turned(Cause.EDITED, at, "white space around it, or its name, changed")
 
 
 def _text_changed(was: Said, now: Said, at: int) -> Turned:
     """The content of a message changed where it stands."""
     if parsed(was.content) is not None and parsed(was.content) == parsed(now.content):
         if same_items(was.content, now.content):
-            return Turned(Cause.ORDER, at, at, "the same JSON with its keys in another order")
-        return Turned(Cause.EDITED, at, at, "the same JSON, written differently")
+            return Turned(Cause.ORDER, at, "the same JSON with its keys in another order")
+        return Turned(Cause.EDITED, at, "the same JSON, written differently")
     found = causes(was.content, now.content)
     more = tuple(dict.fromkeys(cause for cause in found[1:] if cause is not None and cause is not found[0]))
     if found[0] is None or (None in found and found[0] not in (Cause.CLOCK, Cause.ID)):
-        return Turned(Cause.EDITED, at, at, "its text changed")
-    return Turned(
-        found[0], at, at, f"a {found[0]} in it changed" if found[0] is not Cause.ORDER else "its items are in another order", more
-    )
+        return Turned(Cause.EDITED, at, "its text changed")
+    return Turned(found[0], at, f"a {found[0]} in it changed" if found[0] is not Cause.ORDER else "its items are in another order", more)
 
 
 def _calls_dropped(was: Said, now: Said) -> bool:
@@ -183,17 +179,17 @@ def _removed(was: Sequence[Said], now: Sequence[Said], at: int, gone: int) -> Tu
     moving = at + gone == len(was) - 1 and len(now) > 1 and now[-2].role == said[0].role
     put_in = any(one.role == "assistant" for one in was[:at]) and was[at - 1].role != "assistant"
     if any(one.role in ("assistant", "tool") for one in said) or not (moving or put_in):
-        return Turned(Cause.TRUNCATED, at, at, f"{counted(gone, 'message')} dropped")
-    return Turned(Cause.EDITED, at, at, f"{counted(gone, f'{said[0].role} message')} taken out again")
+        return Turned(Cause.TRUNCATED, at, f"{counted(gone, 'message')} dropped")
+    return Turned(Cause.EDITED, at, f"{counted(gone, f'{said[0].role} message')} taken out again")
 
 
 def _in_place(was: Sequence[Said], now: Sequence[Said], at: int, front: bool) -> Turned:
     """One message, or as many as before, changed where they stand; what follows stayed."""
     old, new = was[at], now[at]
-    found = _text_changed(old, new, at) if old.role == new.role else Turned(Cause.EDITED, at, at, f"{old.role} became {new.role}")
+    found = _text_changed(old, new, at) if old.role == new.role else Turned(Cause.EDITED, at, f"{old.role} became {new.role}")
     doubled = old.role in ("user", "system") and at + 1 < len(was) and was[at + 1].role in ("user", "assistant")
     if found.cause is Cause.EDITED and front and doubled and (speaks_of_summary(new.content) or speaks_of_summary(old.content)):
-        return Turned(Cause.SUMMARY, at, at, "the text before the history was written anew")
+        return Turned(Cause.SUMMARY, at, "the text before the history was written anew")
     return found
 
 
@@ -205,17 +201,17 @@ def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: boo
         return _text_changed(old[0], new[0], at)
     gone = f"{counted(len(old), 'message')} replaced by {len(new)}"
     if speaks_of_summary(new[0].content) and new[0].role != "assistant":
-        return Turned(Cause.SUMMARY, at, at, gone)
+        return Turned(Cause.SUMMARY, at, gone)
     if at == 0:  # nothing of the history is left; what an answer follows was there before it, in other words
         invented = len(new) > 1 and new[0].role in ("user", "system") and new[1].role == "assistant"
-        return Turned(Cause.SUMMARY if rewritten or invented else Cause.TRUNCATED, at, at, gone)
+        return Turned(Cause.SUMMARY if rewritten or invented else Cause.TRUNCATED, at, gone)
     if len(old) == 1:
-        return Turned(Cause.EDITED, at, at, f"the last message ({old[0].role}) was not kept: taken out again")
+        return Turned(Cause.EDITED, at, f"the last message ({old[0].role}) was not kept: taken out again")
     if new[0].role != "assistant" and old[0].role != new[0].role and (front or len(new) < len(old)):
-        return Turned(Cause.SUMMARY, at, at, gone)
+        return Turned(Cause.SUMMARY, at, gone)
     if same:
         return _text_changed(old[0], new[0], at)
-    return Turned(Cause.EDITED, at, at, f"went back to an earlier state: {gone}")
+    return Turned(Cause.EDITED, at, f"went back to an earlier state: {gone}")
 
 
 def similar(was: str, now: str, share: float = 0.2) -> bool:

@@ -95,13 +95,6 @@ def parting(now: Prompt, shared: int) -> Parting:
     return Parting(len(now.parts) - 1, left, shared)
 
 
-def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common prefix of two texts or two lists of ids."""
-    if isinstance(one, str) and isinstance(other, str):
-        return common_length(one, other)
-    return common_length(one, other)
-
-
 def again(was: Prompt, now: Prompt, at: Parting) -> int:
     """Characters or ids after the parting that stood in the earlier prompt too, and must be computed again all the same."""
     left = Counter(was.parts[at.part :])
@@ -128,18 +121,18 @@ def _elsewhere(known: array[int], ids: Sequence[int]) -> int:
         wanted, at = array("q", ids[start : start + RUN]).tobytes(), -1
         while (at := whole.find(wanted, at + 1)) >= 0:
             if at % width == 0:
-                return shared_start(known[at // width :], array("q", ids[start:]))
+                return common_length(known[at // width :], array("q", ids[start:]))
     return 0
 
 
 def _alike(one: Any, other: Any, skip: int) -> int:
     """The common parts of two bodies: at their start, after `skip`, and at their end."""
     one, other = one[skip:], other[skip:]
-    head = shared_start(one, other)
+    head = common_length(one, other)
     most = min(len(one), len(other)) - head
     if isinstance(one, str):
         return head + max(shared_end(one, other, most), _inner(one, other))
-    tail = shared_start(one[::-1], other[::-1])
+    tail = common_length(one[::-1], other[::-1])
     return head + min(tail, most)
 
 

@@ -121,7 +121,7 @@ async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T])
     gone, closing = asyncio.ensure_future(_gone(request.receive)), asyncio.ensure_future(state.closing.wait())
     try:
         waiting: tuple[asyncio.Future[Any], ...] = (task, gone, closing)
-        done, _ = await asyncio.wait(waiting, timeout=state.limits.answer_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waiting, timeout=state.answer_s, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             return task.result()
         if not done:
@@ -176,7 +176,7 @@ class EventStream(Response):
     async def _tell(self, send: Send, group: TaskGroup) -> None:
         """Send the answer or its error, then the end."""
         state, record, error = self._state, self._answer.record, None
-        with CancelScope(deadline=current_time() + state.limits.answer_s) as bound:
+        with CancelScope(deadline=current_time() + state.answer_s) as bound:
             group.start_soon(_cancel_after, state.closing.wait, bound)
             try:
                 async for event in self._events:
@@ -220,7 +220,7 @@ def sse(data: Any, event: str | None = None) -> str:
 
 
 def _late(state: ServerState) -> ServerError:
-    return ServerError(504, f"no whole answer within {state.limits.answer_s:.0f} s", kind="server_error", code="timeout")
+    return ServerError(504, f"no whole answer within {state.answer_s:.0f} s", kind="server_error", code="timeout")
 
 
 def _closing() -> ServerError:

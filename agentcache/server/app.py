@@ -95,8 +95,8 @@ class Gate:
             raise ServerError(403, f"host {host!r} is not one of this machine: give --keys to serve other hosts", code="forbidden_host")
 
     def _check_size(self, size: int) -> None:
-        if size > self._state.limits.body_bytes:
-            raise ServerError(413, f"the body has {size} bytes, at most {self._state.limits.body_bytes} are read", code="body_too_large")
+        if size > self._state.body_bytes:
+            raise ServerError(413, f"the body has {size} bytes, at most {self._state.body_bytes} are read", code="body_too_large")
 
     def _bounded(self, receive: Receive) -> Receive:
         """A body of unknown length is bounded as it comes."""

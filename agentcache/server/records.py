@@ -59,7 +59,7 @@ class Records:
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, Record] = OrderedDict()
-        self._waiting: set[asyncio.Event] = set()
+        self._changed = asyncio.Event()  # of the next change
         self.changes = 0
 
     def open(self, identity: str, namespace: str, model: str, path: str, group: str | None = None) -> Record:
@@ -82,16 +82,11 @@ class Records:
 
     async def wait(self, seconds: float) -> None:
         """Return at the next change, at the latest after so many seconds."""
-        event = asyncio.Event()
-        self._waiting.add(event)
-        try:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
-        finally:
-            self._waiting.discard(event)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
 
     def wake(self) -> None:
         """Something changed that the status shows: a request begins or ends, or what there is besides."""
         self.changes += 1
-        for event in self._waiting:
-            event.set()
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
+from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -117,8 +117,8 @@ class ResponseWriter:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """All events, in order; the last one holds the whole response."""
-        yield self._event("response.created", response=_copy(self.response))
-        yield self._event("response.in_progress", response=_copy(self.response))
+        yield self._event("response.created", response=deepcopy(self.response))
+        yield self._event("response.in_progress", response=deepcopy(self.response))
         async for delta in self._answer.stream.adeltas():
             for event in self._take(delta):
                 yield event
@@ -133,7 +133,7 @@ class ResponseWriter:
             "completed_at": None if cut else self._answer.created,
             "usage": usage_of(completion),
         }
-        last = self._event(f"response.{status}", response={**_copy(self.response), **self._answer.told()})
+        last = self._event(f"response.{status}", response={**deepcopy(self.response), **self._answer.told()})
         self._keep(self.response)
         yield last
 
@@ -141,7 +141,7 @@ class ResponseWriter:
         """The event that tells of an error in a stream that has begun."""
         told = error.body["error"]
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
-        event = self._event("response.failed", response=_copy(self.response))
+        event = self._event("response.failed", response=deepcopy(self.response))
         return sse(event, event["type"])
 
     def _event(self, kind: str, **said: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class ResponseWriter:
         item["id"] = f"{prefix}_{secrets.token_hex(12)}"
         self.output.append(item)
         self._item = item
-        return [self._event("response.output_item.added", output_index=len(self.output) - 1, item=_copy(item))]
+        return [self._event("response.output_item.added", output_index=len(self.output) - 1, item=deepcopy(item))]
 
     def _of_item(self, kind: str, **said: Any) -> dict[str, Any]:
         assert self._item is not None
@@ -207,7 +207,7 @@ class ResponseWriter:
                 item["encrypted_content"] = OWN + part["text"]
             events.append(self._of_part("done", part, text=part["text"]))
             events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
-        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=_copy(item)))
+        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=deepcopy(item)))
         self._item = None
         return events
 
@@ -220,10 +220,6 @@ class ResponseWriter:
             told = [logprob_of(self._answer.engine, one) for one in completion.logprobs]
             self._item["content"][0]["logprobs"] = told
         return [*events, *self._done()]
-
-
-def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(value))  # type: ignore[no-any-return]
 
 
 def usage_of(completion: Completion) -> dict[str, Any]:

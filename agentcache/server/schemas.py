@@ -31,10 +31,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these va
 }
 
 
-class Body(BaseModel):
-    """A body: unknown parameters are refused. Labels have no effect on the answer, and say so by being here."""
+class Strict(BaseModel):
+    """Values of a body: unknown parameters are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
+    model_config = ConfigDict(extra="forbid")
+
+
+class Body(Strict):
+    """A body. Labels have no effect on the answer, and say so by being here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,18 +92,16 @@ class Body(BaseModel):
         return Sampling(max_tokens=TOKENS if max_tokens is None else max_tokens, stop=stops, logprobs=logprobs, **given)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """Extras of a stream. Obfuscation hides lengths from those who watch the network: there is none here."""
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: bool | None = False
     include_obfuscation: bool | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(Strict):
     """Thinking of a chat as OpenRouter's API asks for it, and so claude-code-router."""
 
-    model_config = ConfigDict(extra="forbid")
     effort: Effort | None = None
     enabled: bool | None = None
 
@@ -161,19 +163,17 @@ class CompletionBody(Body):
     logit_bias: dict[str, float] | None = None
 
 
-class ReasoningSettings(BaseModel):
+class ReasoningSettings(Strict):
     """Thinking of a Responses request. Thoughts are told whole, which "auto" allows: summaries of a kind are refused."""
 
-    model_config = ConfigDict(extra="forbid")
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
 
 
-class TextSettings(BaseModel):
+class TextSettings(Strict):
     """The form of a Responses request's text."""
 
-    model_config = ConfigDict(extra="forbid")
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
@@ -202,36 +202,32 @@ class ResponseBody(Body):
     prompt: None = None
 
 
-class ThinkingSettings(BaseModel):
+class ThinkingSettings(Strict):
     """Thinking of a message. Its budget is a target, as Anthropic calls it: max_tokens bounds thought and answer."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: Literal["summarized"] | None = None
 
 
-class OutputSettings(BaseModel):
+class OutputSettings(Strict):
     """Amount of thinking, and form, of a message."""
 
-    model_config = ConfigDict(extra="forbid")
     effort: Effort | None = None
     format: dict[str, Any] | None = None
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Strict):
     """Tools that a message may call."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ContextSettings(BaseModel):
+class ContextSettings(Strict):
     """Edits of a message's context by the server."""
 
-    model_config = ConfigDict(extra="forbid")
     edits: list[dict[str, Any]] = Field(default_factory=list)
 
 

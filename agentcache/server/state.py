@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from ..errors import AgentCacheError
-from .metrics import registry
+from ..prometheus import EngineCollector
 from .records import Records
 from .registered_tools import Registered, RegisteredTools
 from .served_models import ServedModel, ServedModels, adapter_of
@@ -24,32 +24,26 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of every request. Beyond them it is refused, never cut."""
-
-    # of a request's body
-    body_bytes: int = 32 << 20
-    # until an answer is whole
-    answer_s: float = 600.0
-
-
 @dataclass(eq=False)
 class ServerState:
-    """One server's models, tenants, records, metrics, tool groups and stored responses."""
+    """One server's models, tenants, records, metrics, tool groups and stored responses. A request beyond a bound is refused, never cut."""
 
     models: ServedModels
     tenants: Tenants
     tools: RegisteredTools
-    limits: Limits = field(default_factory=Limits)
+    # bounds of every request: its body, and the time until its answer is whole
+    body_bytes: int = 32 << 20
+    answer_s: float = 600.0
     records: Records = field(default_factory=Records)
     responses: StoredResponses = field(default_factory=StoredResponses)
-    metrics: CollectorRegistry = field(init=False)
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     # set when the server is about to end: running answers end with an error
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.metrics = registry(self.models, self.tenants)
+        self.metrics.register(EngineCollector(lambda: self.models.engines))  # type: ignore[arg-type]
+        running = Gauge("agentcache_running_requests", "Requests that run now", registry=self.metrics)
+        running.set_function(lambda: self.tenants.running)
         self.models.keep = self._unpin_lapsed
         for model in self.models.all:
             model.open = partial(self._opened, model, model.open)

@@ -13,14 +13,13 @@ import pytest
 from agentcache.server import answers
 from agentcache.server.answers import Answer, EventStream
 from agentcache.server.records import Records
-from agentcache.server.state import Limits
 
 
 async def told(events: AsyncIterator[str], sent: list[Any], receive: Any, commented: asyncio.Event) -> Answer:
     """Send these events, and collect their messages; `commented` is set by a comment."""
     record = Records().open("chatcmpl-1", "default", "m", "/v1/chat/completions")
     answer = Answer("chatcmpl-1", SimpleNamespace(receipt=None), SimpleNamespace(), record)  # type: ignore[arg-type]
-    state: Any = SimpleNamespace(limits=Limits(), closing=asyncio.Event())
+    state: Any = SimpleNamespace(answer_s=600.0, closing=asyncio.Event())
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -75,7 +74,7 @@ def test_a_client_that_leaves_ends_its_events() -> None:
 def test_a_client_that_reads_no_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "FAREWELL_S", 0.01)
     record = Records().open("chatcmpl-1", "default", "m", "/v1/chat/completions")
-    state: Any = SimpleNamespace(limits=Limits(answer_s=0.01), closing=asyncio.Event())
+    state: Any = SimpleNamespace(answer_s=0.01, closing=asyncio.Event())
     left = AsyncExitStack()
 
     async def events() -> AsyncIterator[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.server.state import Limits
 from tests.serving import ENDLESS, Served, ready, serving
 
 CHAT = "/v1/chat/completions"
@@ -123,14 +122,14 @@ def test_a_fault_of_the_server_is_told_in_json(served: Served, monkeypatch: pyte
 
 
 def test_a_body_is_bounded_with_and_without_a_length(tmp_path: Path) -> None:
-    with serving(store=tmp_path, limits=Limits(body_bytes=1000)) as served, served.client() as http:
+    with serving(store=tmp_path, body_bytes=1000) as served, served.client() as http:
         assert http.post(CHAT, content=b"x" * 1001).status_code == 413
         assert http.post(CHAT, content=iter([b"x" * 600, b"x" * 600])).status_code == 413
         assert http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).status_code == 200
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> None:
-    with serving(store=tmp_path, limits=Limits(answer_s=0.0)) as served, ready(served).client() as http:
+    with serving(store=tmp_path, answer_s=0.0) as served, ready(served).client() as http:
         late = http.post("/v1/completions", json={**ENDLESS, "stream": False})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         told = http.post("/v1/completions", json=ENDLESS).text

@@ -18,7 +18,7 @@ from agentcache.server.cache_api import events
 from agentcache.server.listening import EndingServer
 from agentcache.server.registered_tools import RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
-from agentcache.server.state import Limits, ServerState
+from agentcache.server.state import ServerState
 from agentcache.server.tenants import Tenants
 from tests.serving import ASKED, ENDLESS, commanded, ready, serving
 
@@ -56,7 +56,7 @@ def test_health_is_answered_while_weights_load() -> None:
 def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was ready right after an event was shown as loading for 15 seconds."""
     model, waits = embedded(), list[float]()
-    state = ServerState(ServedModels([model]), Tenants.read(None, 16), RegisteredTools(None), Limits())
+    state = ServerState(ServedModels([model]), Tenants.read(None, 16), RegisteredTools(None))
 
     async def wait(seconds: float) -> None:
         waits.append(seconds)

@@ -11,7 +11,6 @@ import typer
 
 from ...bench import options
 from ...errors import CalibrationError, ConfigError
-from ...terminal import report_errors
 
 if TYPE_CHECKING:
     from ...calibration import Calibration
@@ -78,32 +77,31 @@ def calibrate(
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
     loading = options.Loading(model, shape, dtype, threads, device=device)
-    with report_errors():
-        if turns:
-            return _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
-        from ...bench import quality_cases, report
-        from ...store.disk.folder import Folder
-        from ..calibrations import place
-        from . import questions as files
-        from . import search, shifts
-        from .trials import Trials
+    if turns:
+        return _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
+    from ...bench import quality_cases, report
+    from ...store.disk.folder import Folder
+    from ..calibrations import place
+    from . import questions as files
+    from . import search, shifts
+    from .trials import Trials
 
-        wanted = shifts.named(families, (*([shifts.HANDED] if lender else []), *shifts.FAMILIES, *shifts.DOCUMENTS))
-        bounds, made = search.Bounds(kl, top1, decision, margin, tail), quality_cases.made_up(tools, made_up)
-        asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
-        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
-        keeps = out or Folder.open(store).path  # before anything is measured
-        with report.measuring("calibrate", loading, json_file, texts) as run:
-            answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
-            trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
-            known, seen = search.calibrate(trials, found_cases, bounds, run.say)
-            found = {"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen}
-            run.keep({**found, "chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
-            if known is not None:
-                known.save(target := out or place(keeps, known.fingerprint, known.lent))
-                run.keep({"written": str(target)})
-            run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
-        _tell(known, run.found, f"kl={kl!r}, top1={top1!r} and decision={decision!r}")
+    wanted = shifts.named(families, (*([shifts.HANDED] if lender else []), *shifts.FAMILIES, *shifts.DOCUMENTS))
+    bounds, made = search.Bounds(kl, top1, decision, margin, tail), quality_cases.made_up(tools, made_up)
+    asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
+    found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
+    keeps = out or Folder.open(store).path  # before anything is measured
+    with report.measuring("calibrate", loading, json_file, texts) as run:
+        answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
+        trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
+        known, seen = search.calibrate(trials, found_cases, bounds, run.say)
+        found = {"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen}
+        run.keep({**found, "chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
+        if known is not None:
+            known.save(target := out or place(keeps, known.fingerprint, known.lent))
+            run.keep({"written": str(target)})
+        run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
+    _tell(known, run.found, f"kl={kl!r}, top1={top1!r} and decision={decision!r}")
 
 
 def _tell(known: Calibration | None, found: dict[str, Any], bounds: str) -> None:
@@ -179,24 +177,23 @@ def segments(
     json_file: options.JsonOption = None,
 ) -> None:
     """Text at another position: reused tokens, times and drift. Against what could be, the exact prefix, and answers of reuse off."""
-    with report_errors():
-        from ...bench import quality_cases, report
-        from . import search, shifts
-        from .trials import Trials, rows
+    from ...bench import quality_cases, report
+    from . import search, shifts
+    from .trials import Trials, rows
 
-        wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
-        made = quality_cases.made_up(tools, made_up)
-        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
-        with report.measuring("segments", options.Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
-            trials = Trials(run.engine, answer, model is not None, repeats)
-            known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
-            if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
-                run.say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
-            about = {"shape": shape.value if shape else None, "repeats": repeats, "lacking": lacking}
-            run.keep({**about, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin})
-            found = rows(trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, run.say))
-            run.keep({"rows": found})
-            run.tables.append(report.segments_table("text at another position", found))
+    wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
+    made = quality_cases.made_up(tools, made_up)
+    found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
+    with report.measuring("segments", options.Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
+        trials = Trials(run.engine, answer, model is not None, repeats)
+        known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
+        if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
+            run.say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
+        about = {"shape": shape.value if shape else None, "repeats": repeats, "lacking": lacking}
+        run.keep({**about, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin})
+        found = rows(trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, run.say))
+        run.keep({"rows": found})
+        run.tables.append(report.segments_table("text at another position", found))
 
 
 def rag(
@@ -216,19 +213,18 @@ def rag(
     json_file: options.JsonOption = None,
 ) -> None:
     """Questions over retrieved passages: order, reuse and repair. Computed tokens, first tokens, right answers."""
-    with report_errors():
-        from ...bench import report
-        from ...calibration import Calibration
-        from . import passages
-        from . import questions as files
+    from ...bench import report
+    from ...calibration import Calibration
+    from . import passages
+    from . import questions as files
 
-        asked = files.in_orders(files.questions(corpus, questions, top)[:limit], orders)
-        tried = tuple(int(each) for each in options.names(halos) if each.isdecimal())
-        given = None if calibration is None else Calibration.load(calibration)
-        with report.measuring("rag", options.Loading(model, None, dtype, threads, device=device), json_file) as run:
-            chosen = passages.ways(run.engine, tried, [float(each) for each in options.names(shares)], given)
-            rows: list[passages.Row] = []
-            for found in passages.run(run.engine, asked, chosen, run.say, tokens):
-                rows.append(found)
-                run.keep({"top": top, "rows": rows})
-            run.tables.append(report.rag_table(rows))
+    asked = files.in_orders(files.questions(corpus, questions, top)[:limit], orders)
+    tried = tuple(int(each) for each in options.names(halos) if each.isdecimal())
+    given = None if calibration is None else Calibration.load(calibration)
+    with report.measuring("rag", options.Loading(model, None, dtype, threads, device=device), json_file) as run:
+        chosen = passages.ways(run.engine, tried, [float(each) for each in options.names(shares)], given)
+        rows: list[passages.Row] = []
+        for found in passages.run(run.engine, asked, chosen, run.say, tokens):
+            rows.append(found)
+            run.keep({"top": top, "rows": rows})
+        run.tables.append(report.rag_table(rows))

@@ -50,12 +50,12 @@ class Case:
     call: Call
 
 
-def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAMILIES, seed: int = 0, most_tokens: int = 0) -> list[Case]:
+def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAMILIES, most_tokens: int = 0) -> list[Case]:
     """At most `count` cases per family, from as many episodes as it takes. most_tokens: of a prompt, estimated; 0 is any number."""
     found: dict[str, list[Case]] = {family: [] for family in families}
     for number, episode in enumerate(episodes):
         fitting = [call for call in episode.calls if not most_tokens or estimated(call) <= most_tokens]
-        for case in _of(replace(episode, calls=tuple(fitting)), random.Random(f"{seed} {number}")):
+        for case in _of(replace(episode, calls=tuple(fitting)), random.Random(f"0 {number}")):
             if case.family in found and len(found[case.family]) < count:
                 found[case.family].append(case)
         if all(len(some) == count for some in found.values()):
