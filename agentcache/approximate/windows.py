@@ -109,6 +109,11 @@ def windows(layout: Layout, texts: Texts, since: int = 0, *, size: int = WINDOW,
     return found
 
 
+def anchors(layout: Layout, texts: Texts) -> list[int]:
+    """Tokens of a prompt at which something starts that may come again elsewhere."""
+    return _Part(layout, texts, 0, len(layout.ids) - layout.ephemeral_tokens).anchors()
+
+
 def _begin(layout: Layout, since: int, size: int) -> int:
     """Find where to look from, so that the windows with tokens from `since` on are those that a look from the start would find."""
     back = max(0, since - size)
@@ -148,10 +153,7 @@ class _Part:
         return self._ends[token - self._from - 1] if token > self._from else 0
 
     def anchors(self) -> list[int]:
-        """Tokens at which something starts that may come again elsewhere, in order.
-
-        One that follows another closely gives way, whichever of them it is, so that anchors do not depend on ones far away.
-        """
+        """In order; one that follows another closely gives way, whichever of them it is, so that anchors do not depend on ones far away."""
         exact = {span.start for span in self._layout.spans} | {self._token(char) for char in self._schemas()}
         found, last = set(exact), -CLOSE
         for match in _ANCHOR.finditer(self._text):
