@@ -6,7 +6,6 @@ Compares once a request is answered: no first token waits for it. Lint is loaded
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .layout.request import Rendered
@@ -64,14 +63,13 @@ class MissReport:
         return known
 
     def explain(self, namespace: str, layout: Layout, computed: int = 1 << 62) -> Missed | None:
-        """Say why a prompt, `computed` tokens of it, does not go on from its conversation's last one. None: it does, or little is lost."""
+        """Say why a prompt, `computed` tokens of it, does not go on from its conversation's last one, or begin as another. None: it does."""
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets
         with self._lock:
             prompts = self.prompts(namespace)
             pair = None if prompts.grows(layout) else prompts.compared.add(layout)
-        lost = pair.missed(LEAST) if pair and computed >= LEAST else None
-        return lost and replace(lost, cost_tokens=min(lost.cost_tokens, computed))
+        return pair.missed(LEAST, computed) if pair else None
 
 
 def _continues(old: Rendered, new: Rendered) -> bool:

@@ -32,6 +32,32 @@ def test_an_episode_that_only_grows_has_nothing_to_say(name: str) -> None:
     assert look(renderer, *[(whole[:stop], tools) for stop in (2, 4, 6, len(whole))]) == [None] * 4
 
 
+@pytest.mark.parametrize(
+    ("cause", "writer", "system", "tools"),
+    [
+        ("clock", "system", SYSTEM.format("It is 10:34."), TOOLS),
+        ("order", "tool", SYSTEM.format("It is 10:33."), TOOLS[::-1]),
+        (None, "", SYSTEM.format("It is 10:33."), TOOLS),
+        (None, "", "You sell tickets of the ferry to the islands, and know its prices. " * 5, TOOLS),  # another agent
+        (None, "", SYSTEM.format("It is 10:34."), TOOLS[1:]),
+    ],
+    ids=["clock", "order", "same", "another agent", "other tools"],
+)
+def test_a_conversation_that_could_begin_as_another_says_why_not(cause: str | None, writer: str, system: str, tools: list[Any]) -> None:
+    with engine(chat_template=TOOL_TEMPLATES["chatml"]) as running:
+        asked = [chat(f"Question {n}: {long_text(20, n)}", system=SYSTEM.format("It is 10:33.")) for n in range(3)]
+        for first in asked[:2]:
+            assert running.generate(first, TOOLS, sampling=decode(4)).receipt.missed is None
+        begun = [{"role": "system", "content": system}, *asked[2][1:]]
+        receipt = running.generate(begun, tools, sampling=decode(4)).receipt
+        assert (receipt.missed.cause if receipt.missed else None) == cause
+        if receipt.missed:
+            assert writer in receipt.missed.writer
+            assert 32 <= receipt.missed.cost_tokens < receipt.computed_tokens - 20, "of system and tools, not of the question"
+        again = chat(f"Once more: {long_text(40, 9)}", system=SYSTEM.format("It is 10:33."))
+        assert running.generate(again, TOOLS, sampling=decode(4)).receipt.missed is None, "both beginnings are cached by now"
+
+
 def test_instructions_amid_messages_make_no_two_conversations_one() -> None:
     about = {"role": "system", "content": f"The folder holds: {long_text(40, 9)}"}  # as coding agents put it after the question
     renderer, requests = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"]), []

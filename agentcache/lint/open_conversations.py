@@ -4,41 +4,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..layout.request import Rendered
 from ..types import Missed
 from .conversations import Conversations
 from .diagnose import diagnose
+from .history import similar
 from .templated import Tokens, tokens_of
 from .values import Call, Request, Said, Shown
 
+SAME = 0.8  # share of two system texts of one application that is alike
+
 
 class Pair(NamedTuple):
-    """A prompt and the one before it in its conversation, as messages and as tokens."""
+    """A prompt and the one before it in its conversation, as messages and as tokens.
+
+    front: of the first prompt of a conversation, beside the last one of the application's newest; the tokens that both should share.
+    """
 
     was: Request
     now: Request
     old: Tokens
     new: Tokens
+    front: int = 0
 
-    def missed(self, least: int) -> Missed | None:
-        """The first difference and its cause; None if the later goes on from the earlier, or fewer tokens than `least` were lost."""
-        if self.new.encoded.ids[: self.old.stable] == self.old.encoded.ids[: self.old.stable]:
+    def missed(self, least: int, computed: int) -> Missed | None:
+        """The first difference and its cause; None if the later goes on from the earlier, or loses fewer of its `computed` tokens."""
+        ids, stable = self.new.encoded.ids, self.front or self.old.stable
+        if self.front:
+            computed -= len(ids) - self.front
+        if computed < least or ids[:stable] == self.old.encoded.ids[:stable]:
             return None
-        found = diagnose(*self, "", redact=True).finding
+        found = diagnose(*self[:4], "", across=bool(self.front), redact=True).finding
         if found is None or found.cost_tokens < least:
             return None
-        return Missed(str(found.cause), found.writer, found.token, found.char, found.cost_tokens, found.fix)
+        return Missed(str(found.cause), found.writer, found.token, found.char, min(found.cost_tokens, computed), found.fix)
 
 
 class OpenConversations:
     """The conversations of one namespace: at most so many, and so many characters of their last prompts."""
 
     def __init__(self, most: int, chars: int) -> None:
-        self._prompts: dict[str, Tokens] = {}
-        self._conversations = Conversations(most, chars, lambda name: self._prompts.pop(name, None))
+        self._prompts: dict[str, tuple[Request, Tokens]] = {}
+        self._newest: dict[tuple[str, ...], str] = {}  # conversations by the names of their tools
+        self._conversations = Conversations(most, chars, self._closed)
         self._number = 0
+
+    def _closed(self, name: str) -> None:
+        self._prompts.pop(name, None)
+        self._newest = {tools: newest for tools, newest in self._newest.items() if newest != name}
 
     def __len__(self) -> int:
         assert len(self._prompts) == len(self._conversations)
@@ -47,17 +63,35 @@ class OpenConversations:
     @property
     def chars(self) -> int:
         """Number of characters of the last prompts."""
-        return sum(len(prompt.encoded.text) for prompt in self._prompts.values())
+        return sum(len(prompt.encoded.text) for _, prompt in self._prompts.values())
 
     def add(self, layout: Rendered) -> Pair | None:
-        """Add a prompt to its conversation; None if it begins one."""
-        new = tokens_of(layout.encoded, layout.spans)
+        """Add a prompt to its conversation; None if it begins one, unless another one with these tools should begin alike."""
         self._number += 1
-        now = _request(self._number, layout.request)
+        now, new = _request(self._number, layout.request), tokens_of(layout.encoded, layout.spans)
         track, was = self._conversations.place(now)
-        old = self._prompts.get(track.name)
-        self._prompts[track.name] = new
-        return None if was is None or old is None else Pair(was, now, old, new)
+        known = self._prompts.get(track.name)
+        if was is not None and known is not None:
+            pair: Pair | None = Pair(was, now, known[1], new)
+        else:
+            pair = self._across(now, new, layout.prefix_tokens)
+        self._prompts[track.name] = now, new
+        self._newest[_tools(now)] = track.name
+        return pair
+
+    def _across(self, now: Request, new: Tokens, front: int) -> Pair | None:
+        """The first prompt of a conversation beside the last one of the newest with tools of the same names and a system text alike."""
+        was, old = self._prompts.get(self._newest.get(_tools(now), ""), (None, new))
+        if was is None or not now.tools:
+            return None
+        one, other = ("\n".join(said.content for said in request.system) for request in (was, now))
+        if not similar(one, other, SAME) or 2 * min(len(one), len(other)) < max(len(one), len(other)):
+            return None
+        return Pair(replace(was, history=()), replace(now, history=()), old, new, front)
+
+
+def _tools(request: Request) -> tuple[str, ...]:
+    return tuple(sorted(tool.name for tool in request.tools))
 
 
 def _request(number: int, rendered: Any) -> Request:
