@@ -63,7 +63,7 @@ class MissReport:
         return known
 
     def explain(self, namespace: str, layout: Layout, computed: int = 1 << 62) -> Missed | None:
-        """Say why a prompt, `computed` tokens of it, does not go on from its conversation's last one, or begin as another. None: it does."""
+        """Say why a prompt, `computed` tokens of it, does not go on from its conversation's last one or begin as another. None: it does."""
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets
         with self._lock:

@@ -65,7 +65,7 @@ def test_an_order_that_gains_nothing_stays_as_it_came() -> None:
         assert running.arrange(texts[2:4], other).order == (0, 1), "of a prompt that begins otherwise"
 
 
-def test_a_short_cached_prompt_in_the_given_order_counts_beside_long_ones() -> None:
+def test_a_short_cached_prompt_in_the_given_order_counts() -> None:
     asked = [*list(TEXTS.values())[:2], "The lamp on the mole is lit at dusk, I hear."]
     with engine(store=None) as running:
         running.generate(prompt(joined(asked, (1, 0, 2)), "What is it that the pilot sees from the mole?"), sampling=SHORT)
