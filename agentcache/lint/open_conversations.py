@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 
 from ..layout.request import Rendered
 from ..types import Missed
+from .agents import Front, front_of
 from .conversations import Conversations
 from .diagnose import diagnose
-from .history import similar
 from .templated import Tokens, tokens_of
 from .values import Call, Request, Said, Shown
-
-SAME = 0.8  # share of two system texts of one application that is alike
 
 
 class Pair(NamedTuple):
     """A prompt and the one before it in its conversation, as messages and as tokens.
 
-    front: of the first prompt of a conversation, beside the last one of the application's newest; the tokens that both should share.
+    front: of the first prompt of a conversation, beside the last one of the same agent's newest; the tokens that both should share.
     """
 
     was: Request
@@ -48,13 +46,13 @@ class OpenConversations:
 
     def __init__(self, most: int, chars: int) -> None:
         self._prompts: dict[str, tuple[Request, Tokens]] = {}
-        self._newest: dict[tuple[str, ...], str] = {}  # conversations by the names of their tools
+        self._newest: dict[Front, str] = {}  # conversations of agents with tools
         self._conversations = Conversations(most, chars, self._closed)
         self._number = 0
 
     def _closed(self, name: str) -> None:
         self._prompts.pop(name, None)
-        self._newest = {tools: newest for tools, newest in self._newest.items() if newest != name}
+        self._newest = {front: newest for front, newest in self._newest.items() if newest != name}
 
     def __len__(self) -> int:
         assert len(self._prompts) == len(self._conversations)
@@ -66,32 +64,19 @@ class OpenConversations:
         return sum(len(prompt.encoded.text) for _, prompt in self._prompts.values())
 
     def add(self, layout: Rendered) -> Pair | None:
-        """Add a prompt to its conversation; None if it begins one, unless another one with these tools should begin alike."""
+        """Add a prompt to its conversation; None if it begins one, unless it should begin as another one of the same agent with tools."""
         self._number += 1
         now, new = _request(self._number, layout.request), tokens_of(layout.encoded, layout.spans)
         track, was = self._conversations.place(now)
-        known = self._prompts.get(track.name)
-        if was is not None and known is not None:
-            pair: Pair | None = Pair(was, now, known[1], new)
-        else:
-            pair = self._across(now, new, layout.prefix_tokens)
+        pair = None
+        if was is not None and track.name in self._prompts:
+            pair = Pair(was, now, self._prompts[track.name][1], new)
+        elif now.tools and layout.prefix_tokens and (newest := self._newest.get(front_of(now))):
+            first, old = self._prompts[newest]
+            pair = Pair(replace(first, history=()), replace(now, history=()), old, new, layout.prefix_tokens)
         self._prompts[track.name] = now, new
-        self._newest[_tools(now)] = track.name
+        self._newest[track.front] = track.name
         return pair
-
-    def _across(self, now: Request, new: Tokens, front: int) -> Pair | None:
-        """The first prompt of a conversation beside the last one of the newest with tools of the same names and a system text alike."""
-        was, old = self._prompts.get(self._newest.get(_tools(now), ""), (None, new))
-        if was is None or not now.tools:
-            return None
-        one, other = ("\n".join(said.content for said in request.system) for request in (was, now))
-        if not similar(one, other, SAME) or 2 * min(len(one), len(other)) < max(len(one), len(other)):
-            return None
-        return Pair(replace(was, history=()), replace(now, history=()), old, new, front)
-
-
-def _tools(request: Request) -> tuple[str, ...]:
-    return tuple(sorted(tool.name for tool in request.tools))
 
 
 def _request(number: int, rendered: Any) -> Request:
