@@ -82,6 +82,7 @@ def arrange(
         return Arrangement(tuple(first.values()), len(passages), 0, 0)
     head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
     ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
+    # the last look at the weights: a new one costs as much as the search, and an order by older pages is only slower
     scope = Scope(namespace, f"{known.known or known.whole}{scope_of(engine, adapter)}", regime)
     found = _best(engine.store, scope, head, ids, same)
     if engine.reuse == "lossy" and (disk := engine.store.disk):  # as a request looks there, too

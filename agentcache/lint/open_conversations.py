@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..layout.request import Rendered
 from ..types import Missed
-from .agents import Front, front_of
+from .agents import front_of
 from .conversations import Conversations
 from .diagnose import diagnose
 from .templated import Tokens, tokens_of
@@ -45,14 +45,9 @@ class OpenConversations:
     """The conversations of one namespace: at most so many, and so many characters of their last prompts."""
 
     def __init__(self, most: int, chars: int) -> None:
-        self._prompts: dict[str, tuple[Request, Tokens]] = {}
-        self._newest: dict[Front, str] = {}  # conversations of agents with tools
-        self._conversations = Conversations(most, chars, self._closed)
+        self._prompts: dict[str, tuple[Request, Tokens]] = {}  # by conversation, the newest last
+        self._conversations = Conversations(most, chars, lambda name: self._prompts.pop(name, None))
         self._number = 0
-
-    def _closed(self, name: str) -> None:
-        self._prompts.pop(name, None)
-        self._newest = {front: newest for front, newest in self._newest.items() if newest != name}
 
     def __len__(self) -> int:
         assert len(self._prompts) == len(self._conversations)
@@ -68,14 +63,14 @@ class OpenConversations:
         self._number += 1
         now, new = _request(self._number, layout.request), tokens_of(layout.encoded, layout.spans)
         track, was = self._conversations.place(now)
-        pair = None
-        if was is not None and track.name in self._prompts:
-            pair = Pair(was, now, self._prompts[track.name][1], new)
-        elif now.tools and layout.prefix_tokens and (newest := self._newest.get(front_of(now))):
-            first, old = self._prompts[newest]
-            pair = Pair(replace(first, history=()), replace(now, history=()), old, new, layout.prefix_tokens)
+        known, pair = self._prompts.pop(track.name, None), None
+        if was is not None and known is not None:
+            pair = Pair(was, now, known[1], new)
+        elif now.tools and layout.prefix_tokens:
+            alike = (each for each in reversed(self._prompts.values()) if front_of(each[0]) == track.front)
+            if (newest := next(alike, None)) is not None:
+                pair = Pair(replace(newest[0], history=()), replace(now, history=()), newest[1], new, layout.prefix_tokens)
         self._prompts[track.name] = now, new
-        self._newest[track.front] = track.name
         return pair
 
 
