@@ -5,6 +5,7 @@ head | passage separator passage separator ... | tail        the head is what th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,18 +71,14 @@ def arrange(
     """See `Engine.arrange`."""
     engine.check_open()
     engine.store.heed()
-    layout = engine.renderer.render(messages, tools, namespace=namespace, **rendered)
-    at = layout.text.find(PASSAGES)
-    if at < 0:
-        raise ConfigError(f"passages: no message holds {PASSAGES!r} in their place")
+    head = _head(engine, messages, tools, namespace, rendered)
     passages = listed("passages", passages)
     first: dict[str, int] = {}
     same = [first.setdefault(text, number) for number, text in enumerate(passages)]
-    known, regime = engine.model.fingerprint, engine.model.regime(len(layout.ids))
-    if regime is None or known is None or known.refusal or not isinstance(layout, Rendered):
-        return Arrangement(tuple(first.values()), len(passages), 0, 0)
-    head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
     ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
+    known, regime = engine.model.fingerprint, engine.model.regime(len(head) + sum(map(len, ids)))
+    if regime is None or known is None or known.refusal or isinstance(messages, str):
+        return Arrangement(tuple(first.values()), len(passages), 0, 0)
     # the last look at the weights: a new one costs as much as the search, and an order by older pages is only slower
     scope = Scope(namespace, f"{known.known or known.whole}{scope_of(engine, adapter)}", regime)
     found = _best(engine.store, scope, head, ids, same)
@@ -89,6 +86,32 @@ def arrange(
         other = _best(engine.store, replace(scope, precision=disk.precision), head, ids, same)
         found = max(found, other, key=lambda one: one.cached_tokens)
     return found
+
+
+def _head(
+    engine: Owner, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Any], namespace: str, rendered: Mapping[str, Any]
+) -> Ids:
+    """The ids before the first passage. They are remembered, whatever question follows the passages: rendering costs more than the walk."""
+    shown = list(map(_cut, messages)) if isinstance(messages, (list, tuple)) else messages
+
+    def found() -> list[int]:
+        layout = engine.renderer.render(shown, tools, namespace=namespace, **rendered)
+        if (at := layout.text.find(PASSAGES)) < 0:
+            raise ConfigError(f"passages: no message holds {PASSAGES!r} in their place")
+        # the last token may be another before a passage
+        return list(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)]) if isinstance(layout, Rendered) else []
+
+    key = hashlib.blake2b(repr((shown, tools, rendered)).encode(errors="surrogatepass")).hexdigest()
+    return as_ids(engine.renderer.ids(key, namespace, found))
+
+
+def _cut(message: Message | Mapping[str, Any]) -> Message | Mapping[str, Any]:
+    """A message without the text after its passages."""
+    text = message.content if isinstance(message, Message) else message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(text, str) or PASSAGES not in text:
+        return message
+    text = text[: text.index(PASSAGES) + len(PASSAGES)]
+    return replace(message, content=text) if isinstance(message, Message) else {**message, "content": text}
 
 
 def _best(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:

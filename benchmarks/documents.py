@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from agentcache.approximate.calibrate import questions
 from agentcache.bench import engine_timing, report
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
 from agentcache.calibration import Calibration
@@ -98,21 +99,25 @@ def attached(engine: Engine, texts: Sequence[str], top: int, halo: int, repeats:
 
 def ordered(engine: Engine, texts: Sequence[str], prompts: int, repeats: int) -> dict[str, Any]:
     """The time to order all of these passages, of which earlier prompts showed six each; and first tokens in that order."""
-    rng, rows = random.Random(1), list[tuple[float, float]]()
+    rng = random.Random(1)
     for number in range(prompts):
         engine_timing.ask(engine, prompt("\n\n".join(rng.sample(list(texts), 6)), f"Question {number}?"), (), 1, namespace="order")
-    for number in range(repeats):
-        found, question = rng.sample(list(texts), len(texts)), f"Question {prompts + number}: what does the pilot say?"
+    asked = [(rng.sample(list(texts), len(texts)), f"Question {prompts + number}: what does the pilot say?") for number in range(repeats)]
+    return {"passages": len(texts), "prompts": prompts, **costs(engine, asked, "order")}
+
+
+def costs(engine: Engine, asked: Sequence[tuple[Sequence[str], str]], namespace: str, before: int = 0) -> dict[str, Any]:
+    """Time of ordering passages before each question, and of the first token in that order: medians, from question `before` on."""
+    rows = list[tuple[float, float]]()
+    for found, question in asked:
         engine.flush()  # as while passages are retrieved
         began = time.perf_counter()
-        order = engine.arrange(found, prompt(PASSAGES, question), namespace="order")
+        order = engine.arrange(found, prompt(PASSAGES, question), namespace=namespace)
         ms = (time.perf_counter() - began) * 1e3
-        assert order.cached_tokens > order.given_tokens
-        asked = prompt("\n\n".join(found[each] for each in order.order), question)
-        rows.append((ms, engine_timing.ask(engine, asked, (), 1, namespace="order")[0].ttft_ms))
-    order_ms, ttft_ms = (statistics.median(each) for each in zip(*rows, strict=True))
-    shares = [one / other for one, other in rows]
-    return {"passages": len(texts), "prompts": prompts, "order_ms": order_ms, "ttft_ms": ttft_ms, "of_ttft": statistics.median(shares)}
+        shown = prompt("\n\n".join(found[each] for each in order.order), question)
+        rows.append((ms, engine_timing.ask(engine, shown, (), 1, namespace=namespace)[0].ttft_ms))
+    order_ms, ttft_ms = (statistics.median(each) for each in zip(*rows[before:], strict=True))
+    return {"order_ms": order_ms, "ttft_ms": ttft_ms, "of_ttft": statistics.median(one / other for one, other in rows[before:])}
 
 
 def main(
@@ -151,11 +156,14 @@ def main(
             run.tables.append(report.drawn("learning", {**columns, "of bare": report.of("of_bare", 3)}, [found]))
             if prompts:
                 run.say(f"{prompts} prompts, and orders along them")
-                row = ordered(engine, [passage(n, tokens, count) for n in range(20)], prompts, repeats)
-                run.keep({"order": row})
+                rows = [ordered(engine, [passage(n, tokens, count) for n in range(20)], prompts, repeats)]
+                run.say("questions of our conversations")
+                said = [(one.found, one.text) for one in questions.questions(None, None, 6)[:prompts]]
+                rows.append({"passages": 6, "prompts": len(said), **costs(engine, said, "conversations", len(said) // 4)})
+                run.keep({"order": rows[0], "conversations": rows[1]})
                 columns = {"passages": report.of("passages"), "prompts": report.of("prompts")}
                 columns |= {name: report.of(name, 2) for name in ("order_ms", "ttft_ms")}
-                run.tables.append(report.drawn("order", {**columns, "of ttft": report.of("of_ttft", 4)}, [row]))
+                run.tables.append(report.drawn("order", {**columns, "of ttft": report.of("of_ttft", 4)}, rows))
             if chunks:
                 texts = [passage(10**6 + n, chunk_tokens, count) for n in range(chunks)]
                 row = attached(engine, texts, top, halo, repeats, run.say)

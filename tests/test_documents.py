@@ -93,6 +93,21 @@ def test_texts_that_a_message_shows_otherwise_are_found(odd: str) -> None:
         assert running.generate(prompt(joined(texts, found.order)), sampling=SHORT).receipt.cached_tokens > found.cached_tokens
 
 
+def test_the_same_head_is_rendered_once_for_all_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, rendered = list(TEXTS.values()), []
+    with engine(store=None) as running:
+        running.generate(prompt(joined(texts, (1, 0))), sampling=SHORT)
+        first, render = prompt(PASSAGES, "Why?"), running.renderer.render
+        monkeypatch.setattr(running.renderer, "render", lambda *args, **options: (rendered.append(args), render(*args, **options))[1])
+        asked = [first, prompt(PASSAGES, "When?"), [Message(**each) for each in first], first]
+        assert [running.arrange(texts[:2], each).order for each in asked] == [(1, 0)] * 4
+        assert len(rendered) == 2, "of dicts and of messages"
+        assert running.arrange(texts[:2], prompt(f"More.\n{PASSAGES}")).order == (0, 1)
+        running.forget(namespace="default")
+        assert running.arrange(texts[:2], first).order == (0, 1)
+        assert len(rendered) == 4
+
+
 def test_another_namespace_orders_by_its_own_pages() -> None:
     texts = list(TEXTS.values())
     with engine(store=None) as running:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -238,11 +238,11 @@ class Renderer:
 
         return opening(messages, lambda listed, asked: self.render(listed, tools, generation=asked, **options))
 
-    def ids(self, text: str, namespace: str) -> list[int]:
-        """The ids of a text alone, as a message shows it, remembered: the same passages come in many prompts."""
+    def ids(self, text: str, namespace: str, found: Callable[[], list[int]] | None = None) -> list[int]:
+        """The ids of a text alone, as a message shows it, or those `found` under its name. Remembered: passages come in many prompts."""
         if (known := self._texts.get(namespace, text)) is None:
-            shown = self._requests.canon().turn(0, Message("user", text), namespace).data["content"]
-            known = self._encoder.encode(shown)[0]
+            shown = "" if found else self._requests.canon().turn(0, Message("user", text), namespace).data["content"]
+            known = found() if found else self._encoder.encode(shown)[0]
             self._texts.put(namespace, text, known)
         return known
 

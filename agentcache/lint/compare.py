@@ -53,7 +53,8 @@ def _system_text(was: str, now: str) -> tuple[Cause, str]:
         more = sorted({str(cause) for cause in found[1:] if cause is not None and cause is not first})
         return first, f"a {first} in it changed" + (f", and a {' and a '.join(more)}" if more else "")
     start, was_stop, now_stop = window(was, now)
-    if speaks_of_summary(now[start:now_stop]) or speaks_of_summary(was[start:was_stop]):
+    old, new = was[start:was_stop].split("\n"), now[start:now_stop].split("\n")
+    if any(speaks_of_summary("\n".join(line for line in one if line not in other)) for one, other in ((old, new), (new, old))):
         return Cause.SUMMARY, "a summary in it was written anew"
     return Cause.STATE, "its text changed"
 

@@ -41,6 +41,7 @@ def test_a_history_that_only_grows_has_no_findings() -> None:
         ("The weather is fine.", "The weather has turned and the fog bell rings.", Cause.STATE),
         ("Skills: rowing, sailing, knots", "Skills: knots, rowing, sailing", Cause.ORDER),
         ("Summary of the conversation so far: nothing.", "Summary of the conversation so far: the Petrel has a berth.", Cause.SUMMARY),
+        ("Notes of proj.\nSummarise seldom.\nIn proj.", "Notes of the harbour.\nSummarise seldom.\nIn the harbour.", Cause.STATE),
     ],
 )
 def test_what_changed_in_the_system_text_is_named(was: str, now: str, cause: Cause) -> None:
