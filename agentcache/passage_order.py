@@ -41,10 +41,11 @@ class Passages:
         ends: list[int] = []
         at = seam = 0
         while True:
-            for start in (at + seam, *range(at, at + SEAM, SIZE)):  # mostly the next passage stands after the same seam as the last one
-                if run[start : start + EDGE] in self._starts and (number := self._begun(run, start, order)) is not None:
-                    break
-            else:
+            start, number = at + seam, self._begun(run, at + seam, order)  # mostly after the same seam as the last one
+            if number is None:
+                tried = ((start, self._begun(run, start, order)) for start in range(at, at + SEAM, SIZE))
+                start, number = next((found for found in tried if found[1] is not None), (0, None))
+            if number is None:
                 return order, ends
             seam = start - at
             at = min(start + len(self._inner[number]), len(run))
@@ -57,7 +58,7 @@ class Passages:
 
     def _begun(self, run: bytes, start: int, order: list[int]) -> int | None:
         """The passage that begins at `start` and is not in `order`."""
-        for number in self._starts[run[start : start + EDGE]]:
+        for number in self._starts.get(run[start : start + EDGE], ()):
             inner = self._inner[number]
             if number not in order and inner.startswith(run[start : start + len(inner)]):
                 return number
