@@ -116,7 +116,7 @@ class ChatAgentCache(ChatSettings):
                     yield chunk
                 last = last_chunk(answer.completed(), _label(kwargs), answer.draft)
             _pins.pin_all(pins)
-            yield ChatGenerationChunk(message=last)
+            yield ChatGenerationChunk(message=last, generation_info=_ended(last))
 
     @override
     async def _agenerate(
@@ -158,7 +158,7 @@ class ChatAgentCache(ChatSettings):
                 last = last_chunk(answer.completed(), _label(kwargs), answer.draft)
             if pins:
                 await in_thread(_pins.pin_all, pins)
-            yield ChatGenerationChunk(message=last)
+            yield ChatGenerationChunk(message=last, generation_info=_ended(last))
 
     def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Answer, list[_pins.PinRequest]]:
         """Translate one request and hand it to the engine; what is to be pinned once it is answered."""
@@ -272,7 +272,12 @@ class ChatAgentCache(ChatSettings):
 
 def _result(message: AIMessage) -> ChatResult:
     said = {"token_usage": openai_usage(message), "model_name": message.response_metadata["model_name"]}
-    return ChatResult(generations=[ChatGeneration(message=message)], llm_output=said)
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=_ended(message))], llm_output=said)
+
+
+def _ended(message: AIMessage) -> dict[str, Any]:
+    """The reason of an answer's end where callbacks look for it, as MLflow's."""
+    return {"finish_reason": message.response_metadata["finish_reason"]}
 
 
 def _label(kwargs: Mapping[str, Any]) -> str | None:

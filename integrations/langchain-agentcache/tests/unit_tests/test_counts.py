@@ -6,7 +6,9 @@ from typing import Any
 
 from langchain_agentcache import AgentCacheLLM, CacheCounts
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
+from langchain_core.outputs import LLMResult
 
 
 def test_callbacks_count_what_the_engine_counts(chat: Any) -> None:
@@ -26,3 +28,28 @@ def test_text_models_are_counted(model_folder: str) -> None:
     counts, model = CacheCounts(), AgentCacheLLM(model=model_folder, max_tokens=3, store=None)
     model.invoke("High water is at", {"callbacks": [counts]})
     assert counts.stats["tokens"]["completion"] == 3
+
+
+class _Ends(BaseCallbackHandler):
+    """The generations that tracers see, with the names of their runs."""
+
+    def __init__(self) -> None:
+        self.names: list[str | None] = []
+        self.infos: list[Any] = []
+
+    def on_chat_model_start(self, serialized: dict[str, Any], messages: Any, **kwargs: Any) -> None:
+        self.names.append(serialized.get("name"))
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.infos.append(response.generations[0][0].generation_info)
+
+
+async def test_tracers_hear_a_name_and_why_an_answer_ended(chat: Any) -> None:
+    ends, model = _Ends(), chat(max_tokens=4, name="harbour")
+    config: Any = {"callbacks": [ends]}
+    model.invoke([HumanMessage("Fog?")], config)
+    await model.ainvoke([HumanMessage("Fog?")], config)
+    list(model.stream([HumanMessage("Fog?")], config))
+    assert [one.text async for one in model.astream([HumanMessage("Fog?")], config)]
+    assert ends.infos == [{"finish_reason": "length"}] * 4
+    assert ends.names == ["harbour"] * 4
