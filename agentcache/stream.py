@@ -93,7 +93,9 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         chunk = None
         while not self._over and chunk is None:
             self._check_process()
-            chunk = self._taken(await self._next_event())
+            event = await self._next_event()
+            # the end reads the answer and writes the session down: a loop does not wait for a disk
+            chunk = await asyncio.to_thread(self._taken, event) if isinstance(event, Done) else self._taken(event)
         if chunk is None:
             raise StopAsyncIteration
         return chunk

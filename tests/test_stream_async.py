@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
+from threading import get_ident
 
 import pytest
 
-from agentcache import Stream
+from agentcache import StoreOptions, Stream
 from agentcache.errors import CancelledError
 from tests.engines import chat, decode, engine, wait_until
 
@@ -25,12 +27,33 @@ def test_the_same_chunks() -> None:
         async def many() -> list[str]:
             streams = [running.stream(ASKED, sampling=decode(12)) for _ in range(20)]
             before = threading.active_count()
-            texts = await asyncio.gather(*(gathered(stream) for stream in streams))
+            first = await anext(streams[0])
+            waiting = [asyncio.create_task(gathered(stream)) for stream in streams]
+            await asyncio.sleep(0)
             assert threading.active_count() <= before, "waiting takes no threads"
+            texts = await asyncio.gather(*waiting)
+            texts[0] = first.text + texts[0]
             assert all(stream.completion.ids == expected.ids for stream in streams)
             return list(texts)
 
         assert asyncio.run(many()) == [expected.text] * 20
+
+
+@pytest.mark.parametrize("thread", [None, "t"], ids=["alone", "of a session"])
+def test_a_loop_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: str | None) -> None:
+    """`langgraph dev` ends a run in which its loop calls SQLite."""
+    ended: list[int] = []
+    with engine(store=StoreOptions(tmp_path)) as running:
+        remember = running.renderer.remember
+        monkeypatch.setattr(running.renderer, "remember", lambda *args, **given: (ended.append(get_ident()), remember(*args, **given))[1])
+
+        async def ask() -> None:
+            stream = running.stream(ASKED, sampling=decode(12), session=thread)
+            assert await gathered(stream) == stream.completion.text
+
+        asyncio.run(ask())
+        assert len(ended) == 1
+        assert ended[0] != get_ident()
 
 
 def test_deltas_are_the_same_too() -> None:
