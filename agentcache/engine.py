@@ -193,7 +193,7 @@ class Engine(ProcessOwned, Documents):
         )  # fmt: skip
         running = self._running(asked, account, guide)
         finish: Callable[[Running], Completion] = self._completions.finish
-        if session is not None:
+        if session not in (None, ""):
             finish = self._groups.sessions.follow(running, session, finish)
         if accepted == "approximate":
             running.ranges = self.approximate.begin(running, reuse)

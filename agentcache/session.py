@@ -27,6 +27,8 @@ class Session(SessionName):
     ) -> None:
         check_name("name", name)
         check_name("namespace", namespace)
+        if not name:
+            raise ConfigError(f"name={name!r}: an empty name is no session; give it one, or ask without a session")
         if not isinstance(lease_s, (int, float)) or isinstance(lease_s, bool) or not 0 < lease_s < math.inf:
             raise ConfigError(f"lease_s={shown(lease_s)}: must be a positive number of seconds")
         super().__init__(name, namespace, float(lease_s))

@@ -70,6 +70,13 @@ def test_a_request_names_the_session_of_its_namespace(running: Engine) -> None:
     assert running.session("alice", namespace="a").tokens > first.receipt.prompt_tokens + 4
 
 
+def test_an_empty_name_is_no_session(running: Engine) -> None:
+    for _ in range(2):
+        assert running.generate(chat(FIRST), session="", sampling=decode(4)).receipt.resumed == ""
+    with pytest.raises(ConfigError, match="name=''"):
+        running.session("")
+
+
 def test_a_second_process_computes_only_the_new_turn(tmp_path: Path) -> None:
     conversation = tmp_path / "talk.json"
     conversation.write_text(json.dumps(chat(FIRST, system=SYSTEM)))

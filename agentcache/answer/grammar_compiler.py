@@ -65,7 +65,7 @@ class GrammarCompiler:
             self._compiled.put(namespace, key, found)
         if found.need > (LONGEST if max_tokens is None else max_tokens):
             raise ConfigError(
-                f"max_tokens={max_tokens!r}: the shortest answer of the prescribed form that was found has {found.need} tokens"
+                f"max_tokens={max_tokens!r}: the shortest answer of the prescribed form that was found has {found.need} tokens: raise it"
                 if found.need <= LONGEST
                 else f"max_tokens={max_tokens!r}: no answer of the prescribed form was found that ends; simplify the schema or the grammar"
             )

@@ -173,7 +173,7 @@ class ChatAgentCache(ChatSettings):
                 "volatile": kwargs.get("volatile") or (),
                 "turn": turn(messages),
                 "reuse": self.reuse,
-                "session": kwargs.get("session", session()) or None,
+                "session": kwargs.get("session", session()),
             }
             pins = [
                 _pins.PinRequest(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))

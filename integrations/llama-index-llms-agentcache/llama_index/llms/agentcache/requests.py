@@ -53,7 +53,7 @@ class Ask:
             return replace(self, constrain=False)._stream(engine), (f"calls are not held to their schemas: {why}",)
 
     def _stream(self, engine: Engine) -> Stream:
-        options = {**self.options, "session": self.options.get("session") or None}
+        options = dict(self.options)
         constraint = self._constraint()
         if constraint is not None:
             options["constraint"] = constraint
