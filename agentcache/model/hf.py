@@ -307,7 +307,7 @@ class HFModel:
         batch = Batch(first, rows, numerics, later, token=token)
         adapters = {p.sequence.adapter for p in parts} - {None}
         for adapter in adapters:
-            adapter.refresh()
+            adapter.refresh(self.fingerprint)
         stepped = tables is not None and self.stepped
         if self.graphs and layers is None and not adapters and self.fingerprint and not self.fingerprint.foreign:
             run = self._by_steps if stepped else self._by_modules
@@ -397,4 +397,4 @@ class HFModel:
         """
         from .stock import run
 
-        return run(self.model, self.config, self._growing, ids.to(self.device), state, adapter, start)
+        return run(self.model, self.config, self._growing, ids.to(self.device), state, adapter, start, self.fingerprint)
