@@ -51,7 +51,7 @@ class Adapters:
         from .model.loading import layers_of
 
         model = self._model
-        loaded = load(source, model.model, layers_of(model.decoder), scale)
+        loaded = load(source, model.model, layers_of(model.decoder), model.fingerprint, scale)
         if loaded.invocation:
             self._check_activated(name, loaded)
         if model.weights and not model.stepped:

@@ -208,6 +208,7 @@ class Engine(ProcessOwned, Documents):
         return self.stream(messages, tools, **options).completion
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
+        self.scheduler.check_caller()
         if self._tool_groups is not None:
             self._tool_groups.lapse(asked.prompt_tokens if asked.fill_only else 0)
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)

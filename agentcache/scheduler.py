@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .drafts import ROWS, draft
-from .errors import AgentCacheError, CancelledError, EngineClosedError
+from .errors import AgentCacheError, CancelledError, ConfigError, EngineClosedError
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
 from .openmp import release_team
@@ -131,6 +131,11 @@ class Scheduler:
     def live(self) -> int:
         """Number of requests that hold pages now."""
         return len(self._live)
+
+    def check_caller(self) -> None:
+        """ConfigError on the device's thread, which a request would hold up, waiting for itself."""
+        if (here := threading.current_thread()) is self._thread:
+            raise ConfigError(f"on_logits asked its own engine, on {here.name!r}: it would wait for itself; ask where the stream is read")
 
     def submit(self, request: Running) -> None:
         """Hand a request to the device thread."""

@@ -277,17 +277,17 @@ class Sessions:
     def copy(self, groups: Iterable[ToolGroup], name: str, lease_s: float) -> None:
         """Record a session's last answers under another name. ConfigError: that has one of its own."""
         check_name("name", name)
-        for group in groups:
-            now = time.time()
-            copied = replace(group, name=SESSION + name, created=now, lease_end=now + lease_s)
-            with self._lock:
+        now, listed = time.time(), list(groups)
+        with self._lock:
+            for group in listed:  # before any is copied
                 if group.fingerprint in self._records(group.namespace, name):
                     said = f"name={name!r}: a session of that name is in namespace {group.namespace!r}"
                     raise ConfigError(f"{said}; close it, or take another name")
+            for copied in (replace(group, name=SESSION + name, created=now, lease_end=now + lease_s) for group in listed):
                 if (over := self._held.get(_key(copied))) is not None:  # its lease is
                     self._unpin(over)
                 self._held[_key(copied)] = _Held(copied, time.monotonic())
-            self._store.record(copied)
+                self._store.record(copied)
 
     def rename(self, namespace: str, name: str, new: str, lease_s: float) -> None:
         """Record a session under another name only."""

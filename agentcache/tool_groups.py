@@ -230,9 +230,12 @@ class ToolGroups:
 
     def let_go(self, deletion: Deletion) -> None:
         """Unpin tool groups that were deleted on purpose."""
+        by_age = dict(self._store.tree.pinned()) if deletion.before is not None else {}
         with self._lock:
             for name, held in list(self._held.items()):
-                if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.created) or deletion.about(held.scope)):
+                gone = deletion.names(*name) or deletion.covers(name[0], held.created) or deletion.about(held.scope)
+                older = any(map(deletion.takes, by_age.get((held.scope, held.tip), ())))  # pages may be older than their group
+                if deletion.forced and (gone or older):
                     self._unpin(self._held.pop(name))
 
     def release(self, namespace: str, name: str) -> bool:

@@ -126,6 +126,21 @@ def test_a_switch_back_does_the_work_of_a_hit(tmp_path: Path, monkeypatch: pytes
         assert (bound, running.fingerprint and running.fingerprint.hashed_bytes) == ([], hashed)
 
 
+def test_an_edit_through_data_reaches_the_gains_of_dora(tmp_path: Path) -> None:
+    folder, answers = save(tmp_path, use_dora=True), list[Any]()
+    for edited_first in (True, False):
+        model = models.build("qwen3")
+        weight = model.model.layers[1].self_attn.v_proj.weight
+        with engine(model=model, store=None) as running:
+            if not edited_first:
+                running.add_adapter("one", folder)
+                answer(running, chat("Hello."), "one")
+            weight.data.mul_(torch.linspace(0.5, 2.0, weight.shape[1]))
+            running.add_adapter("one", folder)
+            answers.append(answer(running, chat("Hello."), "one")[0])
+    assert same(*answers)
+
+
 def test_removing_an_adapter_releases_its_pages(tmp_path: Path) -> None:
     save(tmp_path)
     prompt = chat(long_text(140))

@@ -27,6 +27,7 @@ from tests import models
 from tests.asking import Asking, user
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
 from tests.processes import Child
+from tests.saved_adapters import save
 from tests.store.child_processes import answer_in_session
 from tests.store.index_rows import random_ids
 from tests.store.stocked_store import store_group
@@ -243,6 +244,16 @@ def test_a_renamed_session_is_found_by_its_new_name_only(running: Engine) -> Non
     running.flush()
     assert (session.name, running.session("alice").tokens) == ("bob", 0)
     assert running.generate([*said, user(SECOND)], session="bob", sampling=decode(4)).receipt.resumed == "extend"
+
+
+def test_a_rename_that_is_refused_copies_nothing(running: Engine, tmp_path: Path) -> None:
+    running.add_adapter("judge", save(tmp_path / "judge", layers_to_transform=[1]))
+    for name, adapter in (("alice", None), ("alice", "judge"), ("bob", "judge")):
+        running.generate(chat(f"{name} asks {adapter}"), sampling=decode(2), session=name, adapter=adapter)
+    with pytest.raises(ConfigError, match="close it, or take another name"):
+        running.session("alice").rename("bob")
+    said = running.generate(chat("Fog?"), sampling=decode(2), session="bob")
+    assert said.receipt.resumed == "", "the base has not answered bob before"
 
 
 @pytest.mark.parametrize("call", ["fork", "rename"])

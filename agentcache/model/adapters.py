@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from blake3 import blake3
@@ -26,6 +26,9 @@ from .kernels.linear_library import product_of_library
 from .loading import UNREADABLE
 from .numerics import safe_rows
 from .wrapped_weights import is_wrapper
+
+if TYPE_CHECKING:
+    from .fingerprint import Fingerprint
 
 REVISION = "1"  # of the formula above: raise it when its bits change
 RANKS = 64  # ranks are padded with zeros to a multiple that compiled products take
@@ -91,7 +94,7 @@ class Adapter:
     name: the first one that it was added under.
     """
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, low_ranks: Iterable[LowRank], invocation: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, layers: Any, known: Fingerprint | None, low_ranks: list[LowRank], invocation: Sequence[int]) -> None:
         self.invocation, self.name = tuple(invocation), ""
         self._modules = [(low, _linear(model, low, bool(invocation))) for low in low_ranks]
         if not self._modules:
@@ -107,17 +110,17 @@ class Adapter:
         self._bound: dict[int, _Bound] = {}
         self._state: tuple[Any, ...] = ()
         self._seen: set[int] = set()
-        self.refresh()
+        self.refresh(known)
 
     @property
     def pure(self) -> bool:
         """Whether rows are computed by themselves, for the threads of the calling thread."""
         return all(_multiple(weight) for bound in self._bound.values() for weight in (bound.low.down, bound.up))
 
-    def refresh(self) -> None:
-        """Bind to the weights of now, before a forward: an edit of the base's changes DoRA's gains."""
+    def refresh(self, known: Fingerprint | None) -> None:
+        """Bind to the weights of now, before a forward: an edit of the base's changes DoRA's gains. known: sees what torch does not."""
         weights = [module.weight for _, module in self._modules]
-        state = tuple((id(w), 0 if w.is_inference() else w._version, w.data_ptr()) for w in weights)
+        state = (known.known if known else "", *((id(w), 0 if w.is_inference() else w._version, w.data_ptr()) for w in weights))
         self._seen = set()
         if state != self._state:
             with torch.inference_mode():
@@ -156,7 +159,7 @@ class Adapter:
             raise ModelError(f"the adapter targets {lost[0]!r}, whose product its model does not compute as a linear layer")
 
 
-def load(source: Any, model: nn.Module, layers: nn.ModuleList, scale: float = 1.0) -> Adapter:
+def load(source: Any, model: Any, layers: Any, known: Fingerprint | None, scale: float) -> Adapter:
     """Read an adapter that PEFT saved, from a folder or the Hub, for a model. ConfigError, ModelError: it cannot be used, and why."""
     source = str(source)
     try:
@@ -182,7 +185,7 @@ def load(source: Any, model: nn.Module, layers: nn.ModuleList, scale: float = 1.
         return scale * float(alpha) / (math.sqrt(rank) if config.use_rslora else rank)
 
     low_ranks = [_low_rank(path, parts, scaling) for path, parts in _by_path(source, weights).items()]
-    return Adapter(model, layers, low_ranks, config.alora_invocation_tokens or ())
+    return Adapter(model, layers, known, low_ranks, config.alora_invocation_tokens or ())
 
 
 def _check(source: Any, config: Any, plain: Any) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["HFModel", "load"]
 
 _PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
+_modes: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()  # of models: whether in training, as each engine found it
 
 
 class HFModel:
@@ -82,9 +84,9 @@ class HFModel:
         self.experts = [] if self.quantized else experts
         self.mixers: Mixers | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
-        self._training = self.model.training
         self._restore: list[Callable[[], Any]] = []
         self.decoder = decoder_of(self.model)
+        _modes.setdefault(self.model, []).append(self.model.training)
         self.model.eval()
         try:
             self._prepare()
@@ -281,7 +283,7 @@ class HFModel:
         """Give the owner's model object back as it was."""
         self.graphs = None
         self._give_back()
-        self.model.train(self._training)
+        self.model.train(_modes[self.model].pop())  # what the first engine found comes back last
 
     @torch.inference_mode()
     def forward(
@@ -307,7 +309,7 @@ class HFModel:
         batch = Batch(first, rows, numerics, later, token=token)
         adapters = {p.sequence.adapter for p in parts} - {None}
         for adapter in adapters:
-            adapter.refresh()
+            adapter.refresh(self.fingerprint)
         stepped = tables is not None and self.stepped
         if self.graphs and layers is None and not adapters and self.fingerprint and not self.fingerprint.foreign:
             run = self._by_steps if stepped else self._by_modules
@@ -382,12 +384,6 @@ class HFModel:
         pairs = tokens * (tokens + 1)
         return tokens * 2.0 * self._layer_weights + 2.0 * self.spec.layers * self._heads * self.spec.head_dim * pairs
 
-    def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
-        """Run transformers' own forward over ids [tokens] without a cache: logits [places, vocab], how far each layer's pages are off."""
-        from .attention_interface import shadow
-
-        return shadow(self, ids, places)
-
     @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any, adapter: Any = None, start: int = 0) -> tuple[torch.Tensor, Any]:
         """transformers' own forward for one sequence: new ids [tokens] behind `state` -> last logits [vocab] in fp32, grown state.
@@ -397,4 +393,4 @@ class HFModel:
         """
         from .stock import run
 
-        return run(self.model, self.config, self._growing, ids.to(self.device), state, adapter, start)
+        return run(self.model, self.config, self._growing, ids.to(self.device), state, adapter, start, self.fingerprint)

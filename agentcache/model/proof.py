@@ -22,6 +22,7 @@ from ..checkpoints import CHECKPOINT_TOKENS, LiveState
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from .attention import Part
+from .attention_interface import shadow
 from .behaviour import exchanged, foreign_hooks, own_words
 from .description import Names
 from .kernels.object_cache import Objects
@@ -89,10 +90,6 @@ class Provable(Protocol):
         """Count those of a prompt."""
         ...
 
-    def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
-        """Run the model's own forward: logits [places, vocab], and how far attention over pages is off in each layer."""
-        ...
-
     def forward(self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int]) -> torch.Tensor:
         """Run a packed forward: logits [wanted, vocab]."""
         ...
@@ -155,7 +152,7 @@ def prove(model: Provable, window: int) -> Verdict:
 def _prove(model: Provable, ids: torch.Tensor, other: torch.Tensor, places: list[int], step: Callable[[], Any]) -> Verdict:
     """The same for these ids, and others beside them. step: called after each of up to four parts."""
     bound, tokens = LAYER_TOLERANCE.get(model.dtype, LAYER_COARSE), len(ids)
-    expected, errors = model.shadow(ids, places)
+    expected, errors = shadow(model, ids, places)
     step()
     for slot, off in enumerate(errors):
         if not off <= bound:
@@ -183,7 +180,7 @@ def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected
     step()
     later, least = sum(at >= stops[0] for at in places), STATE_COSINE
     if model.quantized:  # int8 rounds by all rows of a call: as much as rows beside these change is no loss
-        beside, _ = model.shadow(torch.cat([ids, ids.flip(0)]), places)
+        beside, _ = shadow(model, torch.cat([ids, ids.flip(0)]), places)
         least = min(least, 1 - ROUNDINGS * (1 - float(torch.cosine_similarity(beside, expected, dim=-1).min())))
     if (share := _alike(model, pieces[-later:], expected[-later:], least)) < SHARE:
         lost = f"continued after {stops[0]} tokens, {1 - share:.0%} of {later} positions have other logits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
@@ -13,17 +13,20 @@ from transformers import DynamicCache
 from .kernels.dispatch import RowPureLinear
 from .loading import cache_in, cache_name
 
+if TYPE_CHECKING:
+    from .fingerprint import Fingerprint
+
 
 def run(
-    model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor, state: Any, adapter: Any, start: int
+    model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor, state: Any, adapter: Any, start: int, known: Fingerprint | None
 ) -> tuple[torch.Tensor, Any]:
     """New ids [tokens] after `state` -> last logits [vocab] in fp32, grown state; as of `HFModel.stock`.
 
-    growing: rotary modules whose frequencies grow with the longest call.
+    growing: rotary modules whose frequencies grow with the longest call. known: tells the adapter of weights that changed.
     """
     if adapter is None:
         return _forward(model, config, growing, ids, state)
-    adapter.refresh()
+    adapter.refresh(known)
     start += len(state) if isinstance(state, torch.Tensor) else 0
     with RowPureLinear("aten", adapt=partial(adapter.add_from, start)):
         done = _forward(model, config, growing, ids, state)

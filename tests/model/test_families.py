@@ -14,7 +14,7 @@ import transformers
 from agentcache.bench import families
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from agentcache.model import attention_interface, loading
-from agentcache.model.attention_interface import ATTENTION
+from agentcache.model.attention_interface import ATTENTION, shadow
 from agentcache.model.family import STEPPED as OWN_LOOP
 from agentcache.model.hf import HFModel, load
 from tests import models
@@ -80,7 +80,7 @@ def test_every_family_proves_itself(family: str) -> None:
     assert expected in held.support.why
     if not expected and not families.TINY[family].recurrent:
         ids = tokens(200)
-        stock, _ = held.shadow(torch.tensor(ids), list(range(200)))
+        stock, _ = shadow(held, torch.tensor(ids), list(range(200)))
         run = Run(held, ids).chunks(70, 1, 100)
         off = [at for at, row in run.logits.items() if float((row - stock[at]).abs().max()) > 1e-3 * float(stock.abs().max())]
         assert len(off) <= 20 * families.TINY[family].experts, off
@@ -387,6 +387,16 @@ def test_the_owners_generate_goes_on_working(family: str, attention: str) -> Non
         assert after[0] == before[0]
         assert torch.equal(after[1], before[1])
         assert torch.equal(after[2], before[2])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_of_two_engines_gives_training_back(first: int) -> None:
+    model = models.build("qwen3").train()
+    held = [HFModel(model), HFModel(model)]
+    held[first].close()
+    assert not model.training, "the other one computes without dropout"
+    held[1 - first].close()
+    assert model.training
 
 
 def test_an_owner_who_changes_the_attention_is_followed() -> None:

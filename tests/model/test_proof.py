@@ -16,6 +16,7 @@ from transformers.utils import logging
 from agentcache import Engine
 from agentcache.bench import families
 from agentcache.model import mixer_kernels, proof, recurrent
+from agentcache.model.attention_interface import shadow
 from agentcache.model.family import Support
 from agentcache.model.hf import HFModel
 from agentcache.model.loading import first_layers
@@ -196,7 +197,7 @@ def test_the_layers_of_a_proof_cover_all_kinds() -> None:
     with pytest.raises(ZeroDivisionError), first_layers(held):
         raise ZeroDivisionError
     assert len(held.decoder.layers) == 4
-    assert torch.isfinite(held.shadow(torch.arange(70), [69])[0]).all()
+    assert torch.isfinite(shadow(held, torch.arange(70), [69])[0]).all()
     held.close()
 
 

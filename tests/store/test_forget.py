@@ -129,6 +129,20 @@ def test_only_what_is_old_is_forgotten(running: Engine, monkeypatch: pytest.Monk
     assert not len(running.store)
 
 
+def test_a_group_goes_with_pages_older_than_itself(running: Engine) -> None:
+    running.generate(TURNS, **ALICE)
+    for entry in running.store.tree.entries("alice"):
+        entry.made -= 3600
+    timed = {"namespace": "alice", "ttl_s": 60.0}
+    running.pin(TURNS[:1], name="desk", namespace="alice")
+    running.pin(TURNS[:1], **timed)
+    assert running.store.tree.audit()["pins"] == 2
+    running.forget(older_than=1800)
+    assert (running.groups, running.store.tree.audit()["pins"]) == ((), 0)
+    running.pin(TURNS[:1], **timed)
+    assert running.store.tree.audit()["pins"] == 1, "computed again"
+
+
 def test_nothing_is_forgotten_by_mistake(running: Engine) -> None:
     wrong: list[dict[str, Any]] = [
         {},
