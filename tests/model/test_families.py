@@ -307,6 +307,24 @@ def test_weights_that_are_cut_are_damaged(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def _of_another_head(tmp_path: Path) -> None:
+    models.build("llama").model.save_pretrained(tmp_path)
+
+
+def _of_fewer_layers(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path)
+    models.build("llama", num_hidden_layers=4).config.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("save", "lost"), [(_of_another_head, "'lm_head.weight'"), (_of_fewer_layers, r"'model.layers.3.mlp.down_proj.weight' and 6 more")]
+)
+def test_weights_that_files_do_not_hold_are_named(save: Any, lost: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"its files hold no {lost}"):
+        load(tmp_path, models.toy_tokenizer())
+
+
 def test_several_devices_are_named() -> None:
     model = models.build("llama")
     model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}
