@@ -417,6 +417,17 @@ def test_an_owner_who_changes_the_attention_is_followed() -> None:
     held.close()
 
 
+def test_a_users_subclass_of_eager_attention_is_proven() -> None:
+    model, ids = models.build("granite"), tokens(40)
+    model.set_attn_implementation("eager")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"__module__": __name__})
+    expected, held = stock_logits(model, ids), HFModel(model)
+    assert not held.support.why
+    assert torch.equal(stock_logits(model, ids), expected)
+    held.close()
+
+
 def test_two_engines_on_one_model() -> None:
     model, ids = models.build("granite"), tokens(40)
     one, other = HFModel(model), HFModel(model)
