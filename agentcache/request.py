@@ -16,6 +16,7 @@ from .answer.parser import AnswerParser
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, MessageError
 from .events import Events
 from .kv import Sequence
+from .model.loading import known_ids
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Account, Receipt
@@ -284,10 +285,8 @@ def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Samplin
     prompt_tokens, context_tokens, asked = len(layout.ids), model.context_tokens, sampling.context_tokens
     if not layout.ids:
         raise MessageError(f"the prompt {layout.text!r:.100} has no tokens: the tokenizer leaves out all of it")
-    if (largest := max(layout.ids)) >= model.known_ids:
-        raise ConfigError(
-            f"the tokenizer gave id {largest!r}, the model has {model.known_ids!r} ids: pass the tokenizer that belongs to it"
-        )
+    if (largest := max(layout.ids)) >= (known := known_ids(model.model, model.vocab)):  # of now: embeddings may have been resized
+        raise ConfigError(f"the tokenizer gave id {largest!r}, the model has {known!r} ids: pass the tokenizer that belongs to it")
     context = context_tokens if asked is None else min(asked, context_tokens)
     if prompt_tokens + 1 > context:
         raise ContextOverflowError(prompt_tokens, context, 1, f"context_tokens={asked!r}" if context == asked else "")

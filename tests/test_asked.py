@@ -191,3 +191,13 @@ def test_a_prompt_without_tokens_is_named() -> None:
     tokenizer.backend_tokenizer.normalizer = Strip()
     with Engine(build("llama"), tokenizer, store=None) as running, pytest.raises(MessageError, match="the prompt '  ' has no tokens"):
         running.generate("  ")
+
+
+def test_ids_that_a_model_is_given_later_are_known() -> None:
+    model, tokenizer = build("llama"), toy_tokenizer()
+    with Engine(model, tokenizer, store=None) as running:
+        tokenizer.add_tokens(["foozle"])
+        with pytest.raises(ConfigError, match="id 600, the model has 600 ids"):
+            running.generate("a foozle")
+        model.resize_token_embeddings(601)
+        assert len(running.generate("a foozle", sampling=Sampling(max_tokens=3, ignore_eos=True)).ids) == 3

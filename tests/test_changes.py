@@ -25,17 +25,19 @@ def answer(running: Engine, reuse: Any) -> tuple[Any, torch.Tensor]:
 
 
 def check(running: Engine, change: Change, name: str) -> Any:
-    """Ask with reuse and without; returns the receipt of the first."""
-    (exact, logits), (off, expected) = answer(running, "exact"), answer(running, "off")
+    """Ask with reuse, without and with it again, as a hit; returns the receipt of the first."""
+    (exact, logits), (off, expected), (hit, again) = answer(running, "exact"), answer(running, "off"), answer(running, "exact")
     receipt = exact.receipt
     if change.refused:
         assert receipt.cached_tokens == 0, name
         assert Reason.FINGERPRINT in [refusal.reason for refusal in receipt.refusals], name
         return receipt
-    assert exact.ids == off.ids, name
-    if receipt.bitwise:
-        assert torch.equal(logits, expected), f"{name}: other bits, labelled bitwise"
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3, msg=name)
+    assert hit.receipt.computed_tokens == 1, name
+    for done, found in ((exact, logits), (hit, again)):
+        assert done.ids == off.ids, name
+        if done.receipt.bitwise:
+            assert torch.equal(found, expected), f"{name}: other bits, labelled bitwise"
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3, msg=name)
     return receipt
 
 

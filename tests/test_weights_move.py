@@ -467,6 +467,18 @@ def test_an_adapter_that_starts_at_its_own_tokens_is_refused() -> None:
                 running.generate(PROMPTS[0], sampling=decode(3))
 
 
+@pytest.mark.parametrize("reuse", ["exact", "off"])
+def test_another_number_type_asks_for_another_engine(reuse: Any) -> None:
+    model = models.build("llama")
+    with engine(model=model) as running:
+        before = running.generate(PROMPTS[0], sampling=decode(3))
+        model.to(torch.bfloat16)
+        with pytest.raises(ModelError, match=r"'torch.bfloat16'\], its engine was made for .*'torch.float32'\]: make another engine"):
+            running.generate(PROMPTS[0], sampling=decode(3), reuse=reuse)
+        model.to(torch.float32)
+        assert running.generate(PROMPTS[0], sampling=decode(3), reuse=reuse).ids == before.ids
+
+
 def test_an_adapter_of_embeddings_promises_no_bits() -> None:
     """PEFT multiplies its rows by no linear layer: how many there are decides their bits, which a proof sees by chance."""
     for target, promised in (("v_proj", True), ("embed_tokens", False)):

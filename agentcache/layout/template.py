@@ -31,8 +31,6 @@ TOOL: Plain = {
 }
 _TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z_]+\]")
 _IDS = ("call00001", "call00002", "zother001", "zother002")
-
-
 _FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)  # of code in a template
 MOST_CHARS = 64_000_000  # that one may have: more than a context of ten million tokens
 

@@ -29,8 +29,6 @@ from ..errors import ConfigError, MessageError
 BACK = 64  # tokens re-encoded before the divergence: pre-token rules look ahead, added tokens may straddle it
 RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens of context on each side
 BREAKERS = ("\u200d", "\u2060", " ", "\\")  # zero-width joiner, word joiner, then visible ones for normalisers that strip those
-
-
 _OFF = ("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose")
 _OPTIONS: dict[str, Any] = {**dict.fromkeys(_OFF, False), "return_offsets_mapping": True}
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,8 @@ running = threading.local()
 
 
 def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
-    """What the owner's own calls ran before: torch's sdpa, or the eager function in the model's own file."""
-    return sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward  # type: ignore[no-any-return]
+    """What the owner's own calls ran before: torch's sdpa, or the eager function beside the module's forward, which may be inherited."""
+    return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"] if eager else sdpa_attention_forward
 
 
 def _register(before: str) -> None:

@@ -20,9 +20,7 @@ _KNOWN = frozenset(
     "scaling sliding_window softcap s_aux dropout is_causal attention_mask position_ids indices batch use_cache output_attentions "
     "output_hidden_states cache_position output_router_logits return_dict layer_idx logits_to_keep".split()
 )
-_STRANGE = {
-    "position_bias": "a bias by position is added to its scores",
-}
+_STRANGE = {"position_bias": "a bias by position is added to its scores"}
 
 
 @dataclass(frozen=True, slots=True)

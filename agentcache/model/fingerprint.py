@@ -19,6 +19,7 @@ import transformers
 from blake3 import blake3
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import ModelError
 from . import behaviour
 from .description import Names, describe, root
 from .kernels import linear_library
@@ -55,6 +56,7 @@ class Fingerprint:
     def __init__(self, model: Any, kernel: str, layout: str = "") -> None:
         self._model = model
         self._kernels = [kernel, layout] if layout else [kernel]
+        self._built = self._build()
         self._lock = threading.RLock()
         self._names = Names()
         self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
@@ -185,6 +187,8 @@ class Fingerprint:
         except RuntimeError:  # a dictionary grew: once more
             token = StateToken(self._model, self._written)
         behaviour.refuse_activated(token.modules)
+        if (build := self._build()) != self._built:
+            raise ModelError(f"the model has become {build!r}, its engine was made for {self._built!r}: make another engine of it")
         if self.token is None or self.token.code_moved():
             self._code = behaviour.Code()
         self._code = self._code.of_libraries()
@@ -205,12 +209,15 @@ class Fingerprint:
         self.refusal = self._refusal(token)
         return token
 
+    def _build(self) -> list[str]:
+        """What pages and kernels were made for: devices and numbers of a type."""
+        return [next(self._model.parameters()).device.type, str(self._model.dtype)]
+
     def _base(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
         parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.everywhere(self._names)]
         parts += [transformers.__version__, torch.__version__, *self._kernels]
-        parts += [next(self._model.parameters()).device.type, str(self._model.dtype)]
-        return "\0".join(parts)
+        return "\0".join([*parts, *self._built])
 
     def _absorb(self, running: Any, modules: Iterable[tuple[str, torch.nn.Module]], skip: frozenset[int] = frozenset()) -> None:
         for path, module in modules:

@@ -26,7 +26,7 @@ from .family import STEPPED, Layer, Support, examine, first_use, has_experts, ob
 from .fingerprint import Fingerprint
 from .kernels import jit
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear
-from .loading import cache_name, decoder_of, first_layers, known_ids, layers_name, layers_of, load, one_device, unwrap
+from .loading import cache_name, decoder_of, first_layers, layers_name, layers_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, longest, rotary_of, unrotated
 from .wrapped_weights import is_quantized
@@ -64,7 +64,6 @@ class HFModel:
         self.context_tokens = longest(tokens, getattr(self.config, "rope_parameters", None) or {})
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
-        self.known_ids = known_ids(self.model, self.vocab)
         self.spec: KVSpec | None = None
         self.rotary: Rotary | None = None
         self.fingerprint: Fingerprint | None = None

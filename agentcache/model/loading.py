@@ -153,13 +153,20 @@ def _check_weights(weights: Any, bits: int | None, device: str | None) -> None:
 
 def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
     """The model of a checkpoint: of text, or of images and text where there is no other. Only text is asked of it."""
+    options["output_loading_info"] = True
     try:
-        return with_soft_caps(AutoModelForCausalLM.from_pretrained(model, **options))
+        made, found = AutoModelForCausalLM.from_pretrained(model, **options)
     except ValueError:
         kind = AutoConfig.from_pretrained(model, **hub).model_type
         if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise
-        return AutoModelForImageTextToText.from_pretrained(model, **options)
+        made, found = AutoModelForImageTextToText.from_pretrained(model, **options)
+    parameters = dict(made.named_parameters())
+    random = sorted(name for name in found["missing_keys"] if name in parameters and parameters[name].ndim > 1)
+    if random:  # biases and norms that a checkpoint leaves out have a neutral value
+        some = f"{random[0]!r}" + (f" and {len(random) - 1} more" if random[1:] else "")
+        raise ValueError(f"its files hold no {some}: of a {type(made).__name__!r} that would be random numbers")
+    return with_soft_caps(made)
 
 
 def with_soft_caps(model: Any) -> Any:

@@ -74,11 +74,11 @@ class Rotary:
         self._tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _edits(self) -> tuple[Any, ...]:
-        """What the tables are made from: values, not versions, which edits through `.data` leave as they are."""
-        frequencies, scale = self._owners.inv_freq, getattr(self._owners, "attention_scaling", 1.0)
+        """What tables are made from, and by which code: values, not versions, which edits through `.data` leave as they are."""
+        frequencies, how = self._owners.inv_freq, (getattr(self._owners, "attention_scaling", 1.0), self._owners.forward)
         if frequencies.device.type == "cpu":
-            return frequencies.detach().contiguous().view(torch.uint8).numpy().tobytes(), scale  # NumPy has no bf16
-        return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version, scale
+            return frequencies.detach().contiguous().view(torch.uint8).numpy().tobytes(), how  # NumPy has no bf16
+        return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version, how
 
     @property
     def dims(self) -> int:
@@ -98,17 +98,13 @@ class Rotary:
             return "short"
         return "long" if self.kind == "longrope" else None
 
-    def limit(self, regime: str) -> int | None:
-        """The largest length that stays in this regime; None if unbounded."""
-        return self.original if regime == "short" else None
-
     def table(self, regime: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [at least length, rotary dims] for positions from 0 on."""
         if not self.by_length and self._edits() != self._version:
             self._adopt()
         held = self._tables.get(regime)
         have = 0 if held is None else held[0].shape[0]
-        if held is None or have < min(length, self.limit(regime) or length):
+        if held is None or have < (min(length, self.original) if regime == "short" else length):
             stop = -(-length // _STEP) * _STEP
             fresh = self._compute(regime, have, stop if regime != "short" else min(stop, self.original))
             held = fresh if held is None else (torch.cat([held[0], fresh[0]]), torch.cat([held[1], fresh[1]]))

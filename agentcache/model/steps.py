@@ -291,6 +291,7 @@ class Shape:
         yield model, "lm_head", "linear"
         yield decoder, "embed_tokens", "embedding"
         yield decoder, "norm", "norm"
+        yield decoder, "rotary_emb", "part"
         for layer in decoder.layers:
             expected = {*_LINEARS, *_NORMS}
             if set(layer._modules) != expected:

@@ -307,6 +307,24 @@ def test_weights_that_are_cut_are_damaged(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def _of_another_head(tmp_path: Path) -> None:
+    models.build("llama").model.save_pretrained(tmp_path)
+
+
+def _of_fewer_layers(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path)
+    models.build("llama", num_hidden_layers=4).config.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("save", "lost"), [(_of_another_head, "'lm_head.weight'"), (_of_fewer_layers, r"'model.layers.3.mlp.down_proj.weight' and 6 more")]
+)
+def test_weights_that_files_do_not_hold_are_named(save: Any, lost: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"its files hold no {lost}"):
+        load(tmp_path, models.toy_tokenizer())
+
+
 def test_several_devices_are_named() -> None:
     model = models.build("llama")
     model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}
@@ -406,6 +424,17 @@ def test_an_owner_who_changes_the_attention_is_followed() -> None:
     model.set_attn_implementation("eager")
     assert torch.equal(Run(held, ids).chunks().logits[39], expected)
     assert model.config._attn_implementation == f"{ATTENTION}_eager"
+    held.close()
+
+
+def test_a_users_subclass_of_eager_attention_is_proven() -> None:
+    model, ids = models.build("granite"), tokens(40)
+    model.set_attn_implementation("eager")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"__module__": __name__})
+    expected, held = stock_logits(model, ids), HFModel(model)
+    assert not held.support.why
+    assert torch.equal(stock_logits(model, ids), expected)
     held.close()
 
 

@@ -99,13 +99,11 @@ def test_regimes() -> None:
 
     for kind in ("default", "linear", "yarn", "llama3"):
         fixed = rotary(kind)
-        assert (fixed.by_length, fixed.regime(1), fixed.regime(10**6), fixed.limit("")) == (False, "", "", None)
+        assert (fixed.by_length, fixed.regime(1), fixed.regime(10**6)) == (False, "", "")
     longrope = rotary("longrope")
     assert [longrope.regime(n) for n in (1, WINDOW, WINDOW + 1, 500)] == ["short", "short", "long", "long"]
-    assert (longrope.limit("short"), longrope.limit("long")) == (WINDOW, None)
     dynamic = rotary("dynamic")
     assert [dynamic.regime(n) for n in (1, WINDOW, WINDOW + 1)] == ["short", "short", None]
-    assert dynamic.limit("short") == WINDOW
 
 
 def test_dynamic_beyond_its_window_takes_the_stock_path() -> None:
@@ -143,6 +141,29 @@ def test_frequencies_edited_in_place_are_noticed() -> None:
     before = Run(held, ids).chunks()
     with torch.no_grad():
         model.model.rotary_emb.inv_freq.mul_(0.5)
+    after = Run(held, ids).chunks()
+    assert differing(before, after)
+    assert error(after, stock_logits(model, ids)) < 1e-4
+
+
+def _exchanged(model: Any) -> None:
+    model.model.rotary_emb = type(model.model.rotary_emb)(
+        models.build("llama", rope_parameters={"rope_theta": 50.0, **KINDS["linear"]}).config
+    )
+
+
+def _patched(model: Any) -> None:
+    inner = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda *args, **named: tuple(table * 0.7 for table in inner(*args, **named))
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("change", [_exchanged, _patched])
+def test_another_rotary_module_counts_from_then_on(change: Any, family: str) -> None:
+    model, ids = models.build(family), tokens(50)
+    held = HFModel(model)
+    before = Run(held, ids).chunks()
+    change(model)
     after = Run(held, ids).chunks()
     assert differing(before, after)
     assert error(after, stock_logits(model, ids)) < 1e-4

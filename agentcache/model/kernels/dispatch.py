@@ -48,10 +48,6 @@ _PRODUCTS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul_
 _ELEMENTWISE = frozenset((torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu, functional.softplus))
 
 
-def _many_outputs(weight: torch.Tensor) -> bool:
-    return weight.shape[0] >= SINGLE_ROW_OUTS
-
-
 def _row_by_row(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
     return [torch.cat([functional.linear(row, weight, bias) for row in x.split(1)]) for weight, bias in projections]
 
@@ -72,13 +68,11 @@ _BF16, _FP32, _HALVES = (torch.bfloat16,), (torch.float32,), (torch.bfloat16, to
 LINEARS = (  # the first one that takes a product computes it; else the library
     Linear(None, (torch.int8,), linear_compiled.takes, linear_compiled.quantized),
     Linear("upcast", _HALVES, linear_compiled.takes, linear_compiled.chains),
-    Linear("upcast", (*_HALVES, *_FP32), _many_outputs, _row_by_row, head=True),
+    Linear("upcast", (*_HALVES, *_FP32), lambda weight: weight.shape[0] >= SINGLE_ROW_OUTS, _row_by_row, head=True),
     Linear("upcast", _HALVES, lambda _: True, linear_library.upcast, alone=False),
     Linear("onednn", _FP32, linear_compiled.takes, linear_compiled.chains),
     Linear("onednn", _BF16, lambda weight: jit.multiplies_pairs() and linear_compiled.takes(weight), linear_compiled.pairs),
 )
-
-
 _WAYS = {
     (kernel, dtype): [way for way in LINEARS if way.kernel in (None, kernel) and dtype in way.types]
     for kernel in get_args(Kernel)

@@ -163,6 +163,7 @@ class Programs:
             self._input = room(rows * max(sizes.hidden, sizes.heads * sizes.dim, sizes.inner))
             self._scratch = room(threads * scratch_numbers(compiler.lanes, min(rows, ROWS[-1])))
             self._wide = room(rows * max((sizes.heads + 2 * sizes.kv_heads) * sizes.dim, 2 * sizes.inner, sizes.hidden))
+        self._layers = list(layers)
         self._attended: list[_Block] = []
         self._activated: list[_Block] = []
         self._alive: list[list[_Step]] = []
@@ -172,6 +173,8 @@ class Programs:
             for module in layer.modules()
             for name, tensor in module._parameters.items()
         ]
+        norms = [vars(module) for layer in layers for module in layer.modules() if hasattr(module, "variance_epsilon")]
+        self._epsilons = [(norm, norm["variance_epsilon"]) for norm in norms]
         self._enter: list[_Block] = []
         self._middle: list[_Block] = []
         before: list[_Step] = []
@@ -182,9 +185,10 @@ class Programs:
         self._enter.append(self._program(before))
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiler.function(program, self._element))
 
-    def holds(self) -> bool:
-        """True if the weights are where they were."""
-        return all(jit.address(owner[name]) == address for owner, name, address in self._held)
+    def holds(self, layers: Any) -> bool:
+        """True if these are the layers, in order, with weights where they were and the epsilons that norms had."""
+        placed = list(layers) == self._layers and all(jit.address(owner[name]) == address for owner, name, address in self._held)
+        return placed and all(norm["variance_epsilon"] == known for norm, known in self._epsilons)
 
     def enter(self, layer: int, activated: torch.Tensor | None = None) -> None:
         """From the activated gate [rows, inner] of the layer before to this one's query, key and value; after the last layer, to x."""
@@ -308,7 +312,7 @@ def programs(model: Any, rows: int, pairs: bool, agrees: Check) -> Programs | No
     count = next(n for n in COUNTS if n >= rows)
     known = _known.of.setdefault(model, {})
     made = known.get((count, threads))
-    if (made is None and (count, threads) in known) or (made is not None and made.holds()):
+    if (made is None and (count, threads) in known) or (made is not None and made.holds(layers)):
         return made
     known[count, threads] = None
     if _fit(layers):
