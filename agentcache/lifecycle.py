@@ -77,8 +77,10 @@ class Lifecycle:
         if near is not None:
             near.detach()
         if running.scope is None:
-            running.sequence = StockSequence(adapter=asked.adapter, acts_from=asked.acts_from)
-            running.plan = make(length, 0, *self.matching.unpaged(running))
+            reason, why = self.matching.unpaged(running)
+            weights = "" if reason is Reason.FINGERPRINT else running.provenance.fingerprint
+            running.sequence = StockSequence(adapter=asked.adapter, acts_from=asked.acts_from, fingerprint=weights)
+            running.plan = make(length, 0, reason, why)
             running.account.record_stock(length)
             return running.plan
         assert model.spec is not None and model.numerics is not None

@@ -270,7 +270,7 @@ class Running:
         pieces = self.sequence.pieces(min(count, self.remaining) + len(drafts))
         known = [*self.ids.all, *drafts] if drafts else self.ids.all
         ids = [token for piece in pieces for token in known[piece.start : piece.start + piece.count]]
-        regime, weights = (self.scope.regime, self.scope.weights) if self.scope else ("", "")
+        regime, weights = (self.scope.regime, self.scope.weights) if self.scope else ("", getattr(self.sequence, "fingerprint", ""))
         weights = "" if self.asked.reuse == "off" else weights  # it keeps nothing, and goes on under whatever weights there are
         wanted = len(ids) == self.remaining + len(drafts) and not self.asked.fill_only
         return Work(self.sequence, ids, regime, wanted, weights, pieces, len(drafts))

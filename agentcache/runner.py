@@ -33,6 +33,7 @@ class StockSequence:
     ahead_tokens: int = 0  # nothing lies ahead of a state that is no page table
     adapter: Any = None
     acts_from: int = 0
+    fingerprint: str = ""  # of the weights that compute it; empty: any may
 
     def pieces(self, tokens: int) -> list[Piece]:
         """The next `tokens` positions."""
@@ -134,10 +135,8 @@ class Runner:
         paged = [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.state is None]
         outcomes = {id(w): o for w, o in zip(paged, self._unmoved(paged), strict=True)}
         for w in work:
-            if isinstance(w.sequence, StockSequence):
-                outcomes[id(w)] = self._single(w)
-            elif w.sequence.state is not None:  # a state is of one sequence
-                outcomes[id(w)] = self._unmoved([w])[0]
+            if id(w) not in outcomes:  # a state, or a cache of transformers' own, is of one sequence
+                outcomes[id(w)] = self._unmoved([w])[0] if w.fingerprint or isinstance(w.sequence, Sequence) else self._single(w)
         return [outcomes[id(w)] for w in work]
 
     def _unmoved(self, work: list[Work]) -> list[Outcome]:

@@ -237,6 +237,26 @@ def test_an_answer_that_has_begun_ends_by_name() -> None:
         assert answer(running, PROMPTS[0])[0] == answer(running, PROMPTS[0], "off")[0]
 
 
+def test_an_answer_of_no_pages_ends_by_name_too() -> None:
+    """Beyond the window of dynamic NTK, transformers' own cache holds the request."""
+    model = models.build("llama", max_position_embeddings=256, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4})
+    with engine(model=model) as running:
+        stream = running.stream(PROMPTS[0], sampling=decode(50))
+        next(stream)
+        assert [refusal.reason for refusal in stream.receipt.refusals] == [Reason.ROPE_REGIME]
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.mul_(-1.0)
+        with pytest.raises(WeightsChangedError, match="ask again"):
+            for _ in stream:
+                pass
+        with waiting(running) as go:
+            stream = running.stream(PROMPTS[1], sampling=decode(3))
+            with torch.no_grad():
+                model.model.layers[1].self_attn.q_proj.weight.mul_(-1.0)
+            go()
+            assert stream.completion.ids == answer(running, PROMPTS[1], "off")[0]
+
+
 def test_switching_an_adapter_hashes_its_own_tensors_once() -> None:
     with changeable() as model, engine(model=model.wrapped) as running:
         known = running.fingerprint

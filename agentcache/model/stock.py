@@ -39,7 +39,8 @@ def _forward(model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor,
         rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
     if not isinstance(state, torch.Tensor):
         keyword = cache_name(model)
-        held = DynamicCache(config=config) if state is None and keyword != "cache_params" else state
+        ours = keyword != "cache_params" and getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # MiniMax makes its own
+        held = DynamicCache(config=config) if state is None and ours else state
         given = _taken(model, {"use_cache": True, "logits_to_keep": 1, keyword: held})
         out = model(input_ids=ids[None], **given)
         if keyword in given and (grown := cache_in(out, keyword)) is not None:

@@ -176,6 +176,7 @@ UNPAGED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"n_head": 4}, "no layer calls attention"),
     "RecurrentGemma": ({"lru_width": 64, "attention_window_size": 32}, "continued after 64 tokens"),
     "Mpt": ({"n_layers": 2, "n_heads": 2, "d_model": 64}, "no list of layers"),
+    "MiniMax": ({"num_local_experts": 4, "block_size": 32}, "uses cache of its own"),
 }
 
 
