@@ -33,7 +33,6 @@ _TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z_]+\]")
 _IDS = ("call00001", "call00002", "zother001", "zother002")
 _FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)  # of code in a template
 MOST_CHARS = 64_000_000  # that one may have: more than a context of ten million tokens
-
 SENTINEL = "Qzsentinel"
 # What a user's text may start with: a stable prefix ends before any token that depends on it.
 _OPENINGS = ("Qz opening", "\n\nQz", "  Qz", "7 Qz", "!Qz", "é", "字", "/Qz", '"Qz', "qz")
@@ -53,7 +52,7 @@ class Template:
 
     def __init__(self, tokenizer: Any, chat_template: str | None, repairs: Sequence[str] = (), date: str | None = None) -> None:
         self._tokenizer = tokenizer
-        named = getattr(tokenizer, "chat_template", None)
+        self._named = named = getattr(tokenizer, "chat_template", None)
         self._given = named.get(chat_template, chat_template) if isinstance(named, dict) else chat_template
         if self._given is not None and (not isinstance(self._given, str) or "{" not in self._given):
             raise ConfigError(f"chat_template={shown(chat_template)}: shows no messages; give the text of a Jinja template, not its file")
@@ -129,13 +128,16 @@ class Template:
     def _original(self, tools: bool) -> str:
         if self._given is not None:
             return self._given
+        named = getattr(self._tokenizer, "chat_template", None)
+        if self._named not in (None, named):
+            raise ConfigError("tokenizer.chat_template is not the one that its engine was made with: make another engine")
+        self._named = named
         try:
             source = self._tokenizer.get_chat_template(None, [TOOL] if tools else None)
         except (ValueError, AttributeError) as error:
-            named = list(getattr(self._tokenizer, "chat_template", None) or ())
             raise TemplateError(
                 f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template"
-                f"{f' called default, but {named!r}' if named else ''}: pass chat_template=..., "
+                f"{f' called default, but {list(named)!r}' if named else ''}: pass chat_template=..., "
                 "or give the whole prompt as a string instead of messages"
             ) from error
         return str(source)

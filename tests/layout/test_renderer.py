@@ -242,6 +242,19 @@ def test_templates_by_name() -> None:
     assert Renderer(several, chat_template="rag").render(asked).ids == renderer_of(CHATML).render(asked).ids
 
 
+def test_another_template_of_the_tokenizer_wants_another_engine() -> None:
+    changed, asked = copy.copy(tokenizer()), [Message("system", "Brief."), Message("user", "x")]
+    changed.chat_template = None
+    renderer = Renderer(changed)
+    with pytest.raises(TemplateError, match="no chat template"):
+        renderer.render(asked)
+    changed.chat_template = CHATML
+    assert renderer.render(asked).ids == renderer_of(CHATML).render(asked).ids
+    changed.chat_template = TOOL_TEMPLATES["reasoning"]
+    with pytest.raises(ConfigError, match="make another engine"):
+        renderer.render(asked)
+
+
 def test_errors() -> None:
     with pytest.raises(TemplateError, match="no chat template.*chat_template="):
         renderer_of(None).render([Message("user", "x")])
