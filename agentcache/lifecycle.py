@@ -77,14 +77,13 @@ class Lifecycle:
         if near is not None:
             near.detach()
         if running.scope is None:
-            reason, why = self.matching.unpaged(running)
-            weights = "" if reason is Reason.FINGERPRINT else running.provenance.fingerprint
+            running.plan = make(length, 0, *(unpaged := self.matching.unpaged(running)))
+            weights = "" if unpaged[0] is Reason.FINGERPRINT else running.provenance.fingerprint
             running.sequence = StockSequence(adapter=asked.adapter, acts_from=asked.acts_from, fingerprint=weights)
-            running.plan = make(length, 0, reason, why)
             running.account.record_stock(length)
             return running.plan
         assert model.spec is not None and model.numerics is not None
-        cuts = None
+        cuts = below = None
         running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
         if asked.diagnose and model.experts:
             from .model.routes import Routes
@@ -98,7 +97,6 @@ class Lifecycle:
             sequence.marks = frozenset(marks if asked.reuse != "off" else ())
         found = self.matching.match(running, cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)
-        below = None
         if model.adapters and not computed_once and not (near and near.scope):
             from .shared_layers import shared_layers
 
