@@ -205,10 +205,10 @@ class Engine(ProcessOwned, Documents):
 
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:
         """The whole answer at once; options as of `stream`."""
+        self.scheduler.check_caller()
         return self.stream(messages, tools, **options).completion
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
-        self.scheduler.check_caller()
         if self._tool_groups is not None:
             self._tool_groups.lapse(asked.prompt_tokens if asked.fill_only else 0)
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
@@ -340,6 +340,7 @@ class Engine(ProcessOwned, Documents):
             adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,
         )  # fmt: skip
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
+        self.scheduler.check_caller()
         running = self._running(asked, opened)
         self.store.forget_late(namespace, received, self._forget_texts)
         names = [tool_name(tool) for tool in tools]

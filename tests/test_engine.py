@@ -310,9 +310,10 @@ def test_an_exception_of_any_kind_ends_its_own_request() -> None:
         assert len(running.generate(chat("y"), sampling=decode(3)).ids) == 3
 
 
+@pytest.mark.timeout(120)  # what waits for itself waits for ever
 def test_a_request_of_on_logits_is_refused_before_it_waits() -> None:
     with engine() as running:
-        for ask in (running.stream, running.warm):  # a stream that nobody reads, so that nothing waits
+        for ask in (running.generate, running.warm):
             with pytest.raises(ConfigError, match="where the stream is read"):
                 running.generate(chat("x"), sampling=decode(1), on_logits=lambda _, ask=ask: ask("y"))
         assert len(running.generate(chat("y"), sampling=decode(3)).ids) == 3
