@@ -103,21 +103,26 @@ def ordered(engine: Engine, texts: Sequence[str], prompts: int, repeats: int) ->
     for number in range(prompts):
         engine_timing.ask(engine, prompt("\n\n".join(rng.sample(list(texts), 6)), f"Question {number}?"), (), 1, namespace="order")
     asked = [(rng.sample(list(texts), len(texts)), f"Question {prompts + number}: what does the pilot say?") for number in range(repeats)]
-    return {"passages": len(texts), "prompts": prompts, **costs(engine, asked, "order")}
+    found = costs(engine, asked, "order")
+    assert found["gained"] == 1.0, "an order that gains nothing says nothing of its cost"
+    return {"passages": len(texts), "prompts": prompts, **found}
 
 
 def costs(engine: Engine, asked: Sequence[tuple[Sequence[str], str]], namespace: str, before: int = 0) -> dict[str, Any]:
     """Time of ordering passages before each question, and of the first token in that order: medians, from question `before` on."""
     rows = list[tuple[float, float]]()
+    gained = 0
     for found, question in asked:
         engine.flush()  # as while passages are retrieved
         began = time.perf_counter()
         order = engine.arrange(found, prompt(PASSAGES, question), namespace=namespace)
         ms = (time.perf_counter() - began) * 1e3
+        gained += order.cached_tokens > order.given_tokens
         shown = prompt("\n\n".join(found[each] for each in order.order), question)
         rows.append((ms, engine_timing.ask(engine, shown, (), 1, namespace=namespace)[0].ttft_ms))
     order_ms, ttft_ms = (statistics.median(each) for each in zip(*rows[before:], strict=True))
-    return {"order_ms": order_ms, "ttft_ms": ttft_ms, "of_ttft": statistics.median(one / other for one, other in rows[before:])}
+    share = statistics.median(one / other for one, other in rows[before:])
+    return {"order_ms": order_ms, "ttft_ms": ttft_ms, "of_ttft": share, "gained": gained / len(asked)}
 
 
 def main(
