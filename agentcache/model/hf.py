@@ -10,9 +10,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["HFModel", "load"]
 
 _PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
-_modes: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()  # of models: whether in training, as each engine found it
+_open: WeakKeyDictionary[nn.Module, list[ref[HFModel]]] = WeakKeyDictionary()  # by the model they hold, the oldest first
 
 
 class HFModel:
@@ -83,17 +83,15 @@ class HFModel:
         self.experts = [] if self.quantized else experts
         self.mixers: Mixers | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
-        self._restore: list[Callable[[], Any]] = []
         self.decoder = decoder_of(self.model)
-        _modes.setdefault(self.model, []).append(self.model.training)
+        self._restore: list[Callable[[], Any]] = [partial(self.model.train, self.model.training)]
+        _open.setdefault(self.model, []).append(ref(self))
         self.model.eval()
         try:
             self._prepare()
         except BaseException:
             self.close()
             raise
-        if not self.support.paged:
-            self._give_back()
 
     @property
     def numerics(self) -> Numerics | None:
@@ -163,12 +161,10 @@ class HFModel:
         config, decoder, name = self.config, self.decoder, self.support.name
         if self.quantized:
             first_use(self.stock, name)  # before weights are hashed
-        layers = layers_of(decoder) or decoder
-        widths = {p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}
+        widths = {p.shape[1] for p in (layers_of(decoder) or decoder).parameters() if p.ndim == 2 and p.is_floating_point()}
         self._widths = tuple(widths.union(*(m.down_proj.shape[1:] for m in self.experts))) or (config.hidden_size,)
-        stepped = (
-            name in STEPPED and getattr(self.model, "model", None) is decoder and not self.quantized and not examine(self.model, decoder)
-        )
+        known = name in STEPPED and getattr(self.model, "model", None) is decoder and not self.quantized
+        stepped = known and not examine(self.model, decoder)
         if stepped:
             heads = config.num_attention_heads
             dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -180,7 +176,7 @@ class HFModel:
             self._shape = steps.Shape(self.model) if self.rotary.dims == dim else None
         if not self.stepped and (why := self._refusal(decoder)):
             self.support, self.spec, self.rotary, self.unrotated = replace(self.support, paged=False, why=why), None, None, None
-            return
+            return self._give_back(1)
         assert self.numerics is not None
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self.layout)
         by_length = any(changes_by_length(getattr(module, "rope_type", None)) for module in self.model.modules())
@@ -274,15 +270,20 @@ class HFModel:
             self.mixers = Mixers(self.decoder, self.device.type == "cpu" and jit.compiler() is not None)
             self._restore.append(self.mixers.remove)
 
-    def _give_back(self) -> None:
-        while self._restore:
+    def _give_back(self, but: int = 0) -> None:
+        """Undo changes of the owner's model, the last one first, all but the first `but`."""
+        while len(self._restore) > but:
             self._restore.pop()()
 
     def close(self) -> None:
-        """Give the owner's model object back as it was."""
+        """Give the owner's model object back as it was; while a later engine holds it, that one will."""
         self.graphs = None
+        held = _open[self.model]
+        later = [other for known in held[held.index(ref(self)) + 1 :] if (other := known()) is not None]
+        held.remove(ref(self))
+        if later:
+            later[0]._restore[:0], self._restore = self._restore, []
         self._give_back()
-        self.model.train(_modes[self.model].pop())  # what the first engine found comes back last
 
     @torch.inference_mode()
     def forward(

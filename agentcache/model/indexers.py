@@ -28,8 +28,7 @@ class Indexers:
 
     def __init__(self, decoder: nn.Module) -> None:
         self._modules: list[Any] = [module for module in decoder.modules() if _fits(module)]
-        for module in self._modules:
-            (_hooks_of(module) or _Hooks(module)).engines += 1
+        self._ours = [_Hooks(module) for module in self._modules if not _hooked(module)]
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -45,21 +44,19 @@ class Indexers:
 
     def remove(self) -> None:
         """Leave the modules to their owner."""
-        for module in self._modules:
-            if (hooks := _hooks_of(module)) is not None:
-                hooks.leave()
+        for hooks in self._ours:
+            hooks.leave()
 
 
 class _Hooks:
-    """Lets an indexer choose part by part in a packed forward. engines: the number of those that need it."""
+    """Lets an indexer choose part by part in a packed forward."""
 
     def __init__(self, module: Any) -> None:
-        self.engines, self._signature, self._cache = 0, inspect.signature(module.forward), cache_name(module)
+        self._signature, self._cache = inspect.signature(module.forward), cache_name(module)
         self._handles = [module.register_forward_pre_hook(self, with_kwargs=True), module.register_forward_hook(self._join)]
 
     def leave(self) -> None:
-        self.engines -= 1
-        for handle in self._handles if not self.engines else ():
+        for handle in self._handles:
             handle.remove()
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
@@ -120,8 +117,9 @@ def _fits(module: Any) -> bool:
     return hasattr(module, "index_topk") and inspect.signature(module.forward).parameters.keys() >= {*given, cache_name(module)}
 
 
-def _hooks_of(module: nn.Module) -> _Hooks | None:
-    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hooks)), None)
+def _hooked(module: nn.Module) -> bool:
+    """Tell whether another engine's model got there first."""
+    return any(isinstance(hook, _Hooks) for hook in module._forward_pre_hooks.values())
 
 
 def _call(batch: Batch, part: Part, given: dict[str, Any]) -> dict[str, Any]:

@@ -29,10 +29,9 @@ class Latents:
     def __init__(self, decoder: nn.Module) -> None:
         found: list[Any] = [module for module in decoder.modules() if hasattr(module, "expand_kv")]
         self._modules = found if all(map(_fits, found)) else []
-        for module in self._modules:
-            if "expand_kv" not in vars(module):
-                module.expand_kv = _Expand(module)
-            module.expand_kv.engines += 1
+        self._ours = [module for module in self._modules if "expand_kv" not in vars(module)]  # no other engine's
+        for module in self._ours:
+            module.expand_kv = _Expand(module)
 
     @property
     def pure(self) -> bool:
@@ -42,20 +41,15 @@ class Latents:
 
     def remove(self) -> None:
         """Give the modules their own method back."""
-        for module in self._modules:
-            module.expand_kv.engines -= 1
-            if not module.expand_kv.engines:
-                del module.expand_kv
+        for module in self._ours:
+            del module.expand_kv
 
 
 class _Expand:
-    """Stands in for a layer's `expand_kv`: a packed forward takes latents as they are, one that is watched or shadowed takes both.
-
-    engines: the number of those that need it.
-    """
+    """Stands in for a layer's `expand_kv`: a packed forward takes latents as they are, one that is watched or shadowed takes both."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self._stock, self.engines = module, module.expand_kv, 0
+        self._module, self._stock = module, module.expand_kv
 
     def __call__(self, latent: torch.Tensor, rotated: torch.Tensor) -> Any:
         packed = getattr(running, "batch", None) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -447,6 +448,35 @@ def test_two_engines_on_one_model() -> None:
     assert torch.equal(Run(other, ids).chunks().logits[39], expected)
     other.close()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_closing_an_engine_lets_anothers_forward_run_on() -> None:
+    model, ids = models.build("granite"), tokens(40)
+    one, other = HFModel(model), HFModel(model)
+    expected = Run(one, ids).chunks().logits[39]
+    adopt = other._adopt
+    other._adopt = lambda: (adopt(), one.close())[0]  # type: ignore[method-assign]
+    assert torch.equal(Run(other, ids).chunks().logits[39], expected)
+    other.close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_last_of_three_engines_gives_a_model_back(order: tuple[int, ...]) -> None:
+    model = families.build("bamba", mamba_chunk_size=256).train()
+    ids = tokens(150)
+    held = [HFModel(model) for _ in order]
+    expected = Run(held[order[-1]], ids).chunks().logits[149]
+    for at in order[:-1]:
+        held[at].close()
+        assert {m.chunk_size for m in model.modules() if hasattr(m, "chunk_size")} == {64}
+        assert not model.training
+    assert torch.equal(Run(held[order[-1]], ids).chunks().logits[149], expected)
+    held[order[-1]].close()
+    assert {m.chunk_size for m in model.modules() if hasattr(m, "chunk_size")} == {256}
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_recurrent_layers_work_on_short_chunks_while_they_are_held() -> None:
