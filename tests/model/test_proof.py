@@ -223,6 +223,26 @@ def test_rounding_to_16_bits_hides_no_loss_of_state(family: str, sound: bool, mo
     held.close()
 
 
+class _Mean(torch.nn.Module):
+    """A layer's MLP beside the mean of the tokens so far, which no cache keeps."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + (x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_hides_no_loss_of_what_no_cache_keeps(dtype: torch.dtype) -> None:
+    model = families.build("granite", dtype)
+    model.model.layers[1].mlp = _Mean(model.model.layers[1].mlp)
+    held = HFModel(model)
+    assert held.support.why.startswith("cut after (1, 64, 101) tokens, ")
+    held.close()
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "zaya", "falcon_h1", "mamba2"])
 def test_pieces_run_in_one_forward_have_the_bits_of_each(family: str, proofs: list[str]) -> None:
     held = HFModel(families.build(family))
