@@ -31,8 +31,8 @@ class Pins:
             entry.role = max(entry.role, role)
 
     def release(self, name: PinName, role: Role) -> list[Entry]:
-        """Take back one pin of that name and role; returns its pages, none if there is no such pin."""
-        if (pin := next((pin for pin in reversed(self._pins.get(name, ())) if pin[2] is role), None)) is None:
+        """Take back the first pin of that name and role, whose pages may be gone; returns them, none if there is no such pin."""
+        if (pin := next((pin for pin in self._pins.get(name, ()) if pin[2] is role), None)) is None:
             return []
         self._drop(name, pin)
         return pin[0]
