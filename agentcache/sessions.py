@@ -129,7 +129,7 @@ class Sessions:
             splices=(running.decoding.learnt.hex(),) if running.decoding.learnt else (),
             stable_tokens=min(count, running.asked.layout.prefix_tokens),
         )
-        told = self._find(_key(group))
+        told = self._records(group.namespace, name).get(group.fingerprint)
         with suppress(StoreError), self._store.deletions.lock:  # the answer is right all the same
             if not self._store.deletions.meet(scope, ids, running.received):
                 self._move(group, scope, ids, told)
@@ -257,10 +257,6 @@ class Sessions:
         weights = self._fingerprint.whole if self._fingerprint else ""
         known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
         return max(known, key=_recorded, default=None)
-
-    def _find(self, key: Key) -> ToolGroup | None:
-        """The last answer of a session under one fingerprint; None if there is none."""
-        return self._records(*key[:2]).get(key[2])
 
     def _records(self, namespace: str, name: str) -> dict[str, ToolGroup]:
         """The last answers of a session by fingerprint, as this engine and the disk know them, unless its lease is over."""
