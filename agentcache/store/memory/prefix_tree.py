@@ -292,7 +292,7 @@ class PrefixTree:
             for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
                 for child in list(self._roots[scope].children.values()):
                     self._drop_tree(child, Reason.EVICTED)
-            self.pins.clear(namespace, grade)
+            self.pins.release_evicted()
 
     def remove(self, deletion: Deletion) -> tuple[int, int]:
         """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.
