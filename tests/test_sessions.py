@@ -428,7 +428,7 @@ def test_a_tool_group_is_forgotten_with_sessions_on_it(running: Engine) -> None:
     assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens == 0
 
 
-def test_a_session_older_than_its_pages_is_pinned_again(running: Engine) -> None:
+def test_a_session_with_pages_older_than_itself_is_pinned_again(running: Engine) -> None:
     session = running.session("alice")
     said, _ = talk(session, FIRST)
     for entry in running.store.tree.entries():
