@@ -128,7 +128,7 @@ class Engine(ProcessOwned, Documents):
             raise
         if self._policy is not None:
             self._policy.attach(self.name, self.scheduler.lifecycle)
-        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
+        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store if self.store.disk else None, tail=tail)
         self._approximate: Segments | None = None
         self._tool_groups: ToolGroups | None = None
         self._calibration, self._opening = calibration, threading.Lock()

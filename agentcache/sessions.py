@@ -51,12 +51,9 @@ class _Held:
     """A session that this engine has answered."""
 
     group: ToolGroup
-    # by time.monotonic()
-    used: float
-    # of its pages in memory, where they are pinned
-    pinned: Scope | None = None
-    # its tokens, where this engine has answered it
-    ids: Ids | None = None
+    used: float  # by time.monotonic()
+    pinned: Scope | None = None  # of its pages in memory, where they are pinned
+    ids: Ids | None = None  # its tokens, where this engine has answered it
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +129,7 @@ class Sessions:
             splices=(running.decoding.learnt.hex(),) if running.decoding.learnt else (),
             stable_tokens=min(count, running.asked.layout.prefix_tokens),
         )
-        told = self._find(_key(group))
+        told = self._records(group.namespace, name).get(group.fingerprint)
         with suppress(StoreError), self._store.deletions.lock:  # the answer is right all the same
             if not self._store.deletions.meet(scope, ids, running.received):
                 self._move(group, scope, ids, told)
@@ -261,10 +258,6 @@ class Sessions:
         known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
         return max(known, key=_recorded, default=None)
 
-    def _find(self, key: Key) -> ToolGroup | None:
-        """The last answer of a session under one fingerprint; None if there is none."""
-        return self._records(*key[:2]).get(key[2])
-
     def _records(self, namespace: str, name: str) -> dict[str, ToolGroup]:
         """The last answers of a session by fingerprint, as this engine and the disk know them, unless its lease is over."""
         found = [held.group for key, held in list(self._held.items()) if key[:2] == (namespace, name)]
@@ -356,6 +349,7 @@ class Sessions:
 
     def let_go(self, deletion: Deletion) -> None:
         """Let go of sessions that were deleted on purpose."""
+        by_age = deletion.forced and deletion.before is not None  # pages may be older than their session
         with self._lock:
             for key, held in list(self._held.items()):
                 group = held.group
@@ -365,8 +359,8 @@ class Sessions:
                     self._drop_splices(key[0], group.splices)
                     if deletion.group is not None:
                         self._forget_own(group)
-                elif deletion.group is not None and not deletion.group.startswith(SESSION):  # a tool group goes with what continues it
-                    self._unpin(held)
+                elif by_age or (deletion.group is not None and not deletion.group.startswith(SESSION)):
+                    self._unpin(held)  # a tool group goes with what continues it
 
     def _forget_own(self, group: ToolGroup) -> None:
         """Let go of a forgotten session's pages that no other process may have heard of: its answer here, where it is not the last."""

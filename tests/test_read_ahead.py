@@ -155,6 +155,15 @@ def test_a_request_takes_over_what_is_being_read(agents: Agents, reading: HeldRe
     assert len(reading.keys) == len(set(reading.keys)), "a page was read twice"
 
 
+def test_a_request_for_fewer_bits_asks_the_disk_itself(agents: Agents, queries: list[Any], reading: HeldRead) -> None:
+    assert agents.engine.store.disk
+    agents.engine.store.disk.precision = "int8"  # as where turns of idle sessions are stored so
+    stream = agents.engine.session("bob").stream(agents.talks["bob"], sampling=decode(4), reuse="lossy")
+    reading.goes_on.set()
+    assert stream.completion.receipt.cached_tokens
+    assert "int8" in {query.scope.precision for query in queries}
+
+
 def test_an_order_that_changes_is_not_followed(agents: Agents, queries: list[Any]) -> None:
     agents.rounds(1)
     for order in (AGENTS[::-1], AGENTS, AGENTS[::-1]):

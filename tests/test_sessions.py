@@ -428,6 +428,17 @@ def test_a_tool_group_is_forgotten_with_sessions_on_it(running: Engine) -> None:
     assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens == 0
 
 
+def test_a_session_with_pages_older_than_itself_is_pinned_again(running: Engine) -> None:
+    session = running.session("alice")
+    said, _ = talk(session, FIRST)
+    for entry in running.store.tree.entries():
+        entry.made -= 3600
+    running.forget(older_than=1800)
+    assert pinned(running) == (0, 0)
+    session.generate(said[:-1], sampling=decode(4))
+    assert pinned(running)[0] == 1
+
+
 def test_an_answer_forgotten_while_it_ran_moves_no_session(running: Engine) -> None:
     session = running.session("alice")
     talk(session, FIRST)

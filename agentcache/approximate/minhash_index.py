@@ -41,7 +41,7 @@ class MinHashIndex:
         self.store = store
         self._read: dict[Scope, int] = {}  # up to which row
         self._lock = threading.Lock()
-        store.on_clear(self.clear)
+        store.on_deletion(lambda done: self.clear(done.namespace))
         store.on_renewal(self.clear)  # a new folder holds no signatures
 
     def retune(self, tau: float) -> None:

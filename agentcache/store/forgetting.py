@@ -29,6 +29,8 @@ def delete(store: Store, namespace: str | None, group: str | None, older_than: f
     number = isinstance(older_than, (int, float)) and not isinstance(older_than, bool)
     if older_than is not None and (group is not None or not number or not 0 <= older_than < math.inf):
         raise ConfigError(f"older_than={shown(older_than)}: must be seconds as a number, at least 0, and no group beside it")
+    store.heed()  # another folder may have taken the place of one that was deleted
+    older_than = older_than or None  # 0: everything, what a clock that was set back calls made later, too
     namespace = "default" if group is not None and namespace is None else namespace
     known: dict[tuple[str, ...], ToolGroup] = {}
     for one in (*(store.disk.index.groups() if store.disk else ()), *held):  # another process may have recorded a later answer

@@ -44,7 +44,6 @@ class Store:
         self.tree = PrefixTree(budget_bytes, host_bytes)
         self.deletions = Deletions()
         self.disk = self._disk_tier(options) if options is not None else None
-        self._clears: list[Callable[[str | None], None]] = []
         self._listeners: list[Callable[[Deletion], None]] = []
         self._renewals: list[Callable[[], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
@@ -285,22 +284,11 @@ class Store:
             listener(done)
         if self.disk is not None:
             self.disk.writer.drop(done)
-        self._tell_cleared(done.namespace)
         return self.tree.remove(done)
 
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
-        self.tree.clear(namespace, grade=grade)
-        if grade is None:
-            self._tell_cleared(namespace)
-
-    def on_clear(self, listener: Callable[[str | None], None]) -> None:
-        """Call `listener` when pages of a namespace, or of all, are deleted or freed."""
-        self._clears.append(listener)
-
-    def _tell_cleared(self, namespace: str | None) -> None:
-        for listener in self._clears:
-            listener(namespace)
+        self.tree.clear(namespace, grade)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -340,11 +328,6 @@ class Store:
                 quiet.clear() if busy else quiet.set()
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
-
-    @property
-    def splices(self) -> Store | None:
-        """Store of the model's own ids for later processes; None without a disk."""
-        return self if self.disk else None
 
     def learn(self, namespace: str, key: Key, ids: Seq[int]) -> None:
         """Write down the ids as which the model wrote the message that ends the history `key`."""

@@ -219,7 +219,7 @@ def index_over(index: Index) -> MinHashIndex:
     """The index of windows of a store that has no more than this, and does its writing at once."""
     disk = SimpleNamespace(index=index, folder=index.folder, writer=SimpleNamespace(after=lambda job: job()))
     nothing = lambda *_: None  # noqa: E731
-    return MinHashIndex(SimpleNamespace(disk=disk, on_clear=nothing, on_renewal=nothing, heed=lambda: NOW))  # type: ignore[arg-type]
+    return MinHashIndex(SimpleNamespace(disk=disk, on_deletion=nothing, on_renewal=nothing, heed=lambda: NOW))  # type: ignore[arg-type]
 
 
 def note_now(signed: MinHashIndex, windows: list[WordWindow]) -> int:

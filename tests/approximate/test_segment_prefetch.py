@@ -20,6 +20,7 @@ from agentcache.approximate.segment_prefetch import SegmentPrefetch, SegmentQuer
 from agentcache.errors import ConfigError, StoreError
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
+from agentcache.store.deletion import Deletion
 from agentcache.store.forgetting import delete
 from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
@@ -333,10 +334,10 @@ def test_cleared_signatures_leave_memory_and_return_from_disk(folder: Path) -> N
     keep(folder, KEPT)
     store = opened(folder)
     assert brought(store, PROMPT, first=4).tokens == 300
-    store.clear("another")
-    store.clear(grade="approximate")
+    store.clear()
+    store.let_go(Deletion("another"))
     assert len(said(store).signatures)
-    store.clear(SCOPE.namespace)
+    store.let_go(Deletion(SCOPE.namespace))
     assert len(said(store).signatures) == 0
     assert brought(store, PROMPT, first=4).tokens == 300
 

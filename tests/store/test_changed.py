@@ -338,6 +338,21 @@ def test_a_deleted_or_replaced_file_stays_mapped(read: Any, how: str) -> None:
     assert (done.ids, done.receipt.computed_tokens, done.receipt.disk_tokens) == (wanted, 1, 0)
 
 
+def test_a_damaged_group_is_pinned_once_it_is_warmed_again(model: Any, tmp_path: Path) -> None:
+    system = SYSTEM + long_text(300)
+    with engine(model=model, store=unread(tmp_path / "store")) as running:
+        running.warm(system, name="tools")
+    with engine(model=model, store=unread(tmp_path / "store")) as running:
+        running.warm(system, name="tools")
+        for file in (tmp_path / "store" / "blobs").rglob("*.safetensors"):
+            over(file, file.read_bytes()[:4096] + bytes(512))
+        assert running.generate(chat("Hi", system=system), **ASK).receipt.cached_tokens == 0
+        running.warm(system, name="tools")
+        assert running.flush()
+        assert whole(running)
+        assert running.store.audit()["pinned_pages"] == running.groups[0].pages
+
+
 def test_a_changed_page_is_never_written_as_right(read: Any) -> None:
     running, wanted = read
     for entry in mapped(running):

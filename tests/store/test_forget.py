@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason, private
-from agentcache.errors import ConfigError, EngineClosedError, GenerationError, StoreBusyError
+from agentcache.errors import ConfigError, EngineClosedError, GenerationError, StoreBusyError, StoreWarning
 from agentcache.store.admin.prune import finish, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.database import Database
@@ -141,6 +142,31 @@ def test_a_group_goes_with_pages_older_than_itself(running: Engine) -> None:
     assert (running.groups, running.store.tree.audit()["pins"]) == ((), 0)
     running.pin(TURNS[:1], **timed)
     assert running.store.tree.audit()["pins"] == 1, "computed again"
+
+
+def test_a_clock_set_back_leaves_nothing_of_everything(running: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now() + 3600)
+        running.generate(TURNS, **ALICE)
+        running.warm(SYSTEM, TOOLS, name="tools")
+        running.flush()
+    for entry in running.store.tree.entries():
+        entry.made += 3600
+    running.forget(older_than=0)
+    assert (len(running.store), running.groups) == (0, ())
+    left = running.store.audit()
+    assert [left.get(name, 0) for name in ("disk_pages", "groups", "splices")] == [0, 0, 0]
+
+
+def test_forgetting_goes_on_where_the_folder_was_deleted(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        running.generate(TURNS, **ALICE)
+        running.flush()
+        shutil.rmtree(tmp_path / "store")
+        with pytest.warns(StoreWarning, match="deleted"):
+            assert running.forget(namespace="alice").memory_pages > 1
+        assert not len(running.store)
 
 
 def test_nothing_is_forgotten_by_mistake(running: Engine) -> None:

@@ -320,7 +320,7 @@ class DiskTier:
                 break
         earlier = self._pinned.setdefault(name, [])
         if again and earlier:
-            self.index.release_pins(earlier.pop(), self.process)
+            self.index.release_pins(earlier.pop(0), self.process)
         earlier.append(held)
         blob_files.remove(self.folder, self.index.promote(held, Role.GROUP))
 
@@ -329,14 +329,14 @@ class DiskTier:
         return {row for held in self._pinned.get(name, ()) for row in held}
 
     def release_pin(self, name: Hashable) -> None:
-        """Take back the pin of that name, later where that fails; no effect if there is none."""
+        """Take back the first pin of that name, later where that fails; no effect if there is none."""
         if held := self._pinned.get(name):
             try:
-                self.index.release_pins(held[-1], self.process)
+                self.index.release_pins(held[0], self.process)
             except StoreError:  # a full disk, or one that others are busy with
                 self.writer.after(lambda: self.release_pin(name))
                 raise
-            held.pop()
+            held.pop(0)
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the store's counters, after the answers."""

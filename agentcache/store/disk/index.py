@@ -137,11 +137,11 @@ class Index(IndexMetadata):
         return decode(self.folder, found[0]) if found else None
 
     def rows(
-        self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, parent: bytes | None = None,
+        self, *, namespace: str | None = None, fingerprint: str | None = None, parent: bytes | None = None,
         key: bytes | None = None, bad: bool | None = None, before: float | None = None,
     ) -> Iterator[Row]:  # fmt: skip
         """All rows with these properties, in the order in which they came; damaged ones are left out (check). before: by time.time()."""
-        condition, values = where(before, namespace=namespace, fingerprint=fingerprint, role=role, parent=parent, page_key=key)
+        condition, values = where(before, namespace=namespace, fingerprint=fingerprint, parent=parent, page_key=key)
         if bad is not None:
             condition += f" AND bad IS {'NOT ' if bad else ''}NULL"
         ids = self._all(f"SELECT id FROM pages{condition} ORDER BY id", *values)
@@ -246,14 +246,14 @@ class Index(IndexMetadata):
 
         return self._write(insert, 0)
 
-    def touch(self, ids: Iterable[int], hits: bool = True) -> set[int]:
+    def touch(self, ids: Iterable[int]) -> set[int]:
         """Count rows as used now, in this order; returns those that are gone."""
         used = list(ids)
 
         def touches(connection: sqlite3.Connection) -> set[int]:
             first = tick(connection, len(used))
-            sql = "UPDATE pages SET used = ?, hits = hits + ? WHERE id = ?"
-            return {id for i, id in enumerate(used) if not connection.execute(sql, (first + i, int(hits), id)).rowcount}
+            sql = "UPDATE pages SET used = ?, hits = hits + 1 WHERE id = ?"
+            return {id for i, id in enumerate(used) if not connection.execute(sql, (first + i, id)).rowcount}
 
         return self._write(touches, set()) if used else set()
 

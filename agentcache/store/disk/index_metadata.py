@@ -152,11 +152,12 @@ class IndexMetadata:
         here = "EXISTS (SELECT 1 FROM pages WHERE page_key = tip AND pages.fingerprint = groups.fingerprint)"
         sql = f"SELECT namespace, name, fingerprint, manifest FROM groups WHERE NOT {here} ORDER BY used DESC LIMIT -1 OFFSET ?"
         for namespace, name, fingerprint, manifest in connection.execute(sql, (MOST_GONE,)).fetchall():
-            found = self._group(namespace, name, fingerprint, manifest)
-            ids = [(namespace, bytes.fromhex(key)) for key in found.splices] if found is not None else []
-            connection.executemany("DELETE FROM splices WHERE namespace = ? AND key = ?", ids)
             condition, values = where(namespace=namespace, name=name, fingerprint=fingerprint)
             connection.execute(f"DELETE FROM groups{condition}", values)
+            if (found := self._group(namespace, name, fingerprint, manifest)) is not None and found.splices:
+                others = {key for other in self._groups(connection, namespace, None) for key in other.splices}  # forks share them
+                ids = [(namespace, bytes.fromhex(key)) for key in found.splices if key not in others]
+                connection.executemany("DELETE FROM splices WHERE namespace = ? AND key = ?", ids)
 
     def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name; None if there is none, or it is damaged."""

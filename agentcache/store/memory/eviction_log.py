@@ -16,8 +16,7 @@ HEAD = 16  # ids by which a dropped page is known to a prompt that ends inside i
 class EvictionLog:
     """Digests of dropped pages under their parents; the oldest are forgotten. Not thread safe: its owner locks."""
 
-    def __init__(self, most: int = REMEMBERED) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._pages: OrderedDict[bytes, tuple[bytes, int, str, Reason]] = OrderedDict()
         self._under: dict[bytes, set[bytes]] = {}
         self._heads: OrderedDict[bytes, tuple[str, Reason]] = OrderedDict()
@@ -29,10 +28,10 @@ class EvictionLog:
         self.discard(key)
         self._pages[key] = (parent, len(ids), fingerprint, reason)
         self._heads[page_key(parent, ids[:HEAD])] = (fingerprint, reason)
-        if len(self._heads) > self._most:
+        if len(self._heads) > REMEMBERED:
             self._heads.popitem(last=False)
         self._under.setdefault(parent, set()).add(key)
-        if len(self._pages) > self._most:
+        if len(self._pages) > REMEMBERED:
             self.discard(next(iter(self._pages)))
 
     def discard(self, key: bytes) -> None:

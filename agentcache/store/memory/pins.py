@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...types import Grade
 from ..entry import Entry
 from ..keys import PinName, Role
 
@@ -31,14 +30,14 @@ class Pins:
             entry.role = max(entry.role, role)
 
     def release(self, name: PinName, role: Role) -> list[Entry]:
-        """Take back one pin of that name and role; returns its pages, none if there is no such pin."""
-        if (pin := next((pin for pin in reversed(self._pins.get(name, ())) if pin[2] is role), None)) is None:
+        """Take back the first pin of that name and role, whose pages may be gone; returns them, none if there is no such pin."""
+        if (pin := next((pin for pin in self._pins.get(name, ()) if pin[2] is role), None)) is None:
             return []
         self._drop(name, pin)
         return pin[0]
 
     def release_evicted(self) -> None:
-        """Take back pins whose last page is gone, because it was deleted on purpose."""
+        """Take back pins whose last page is gone."""
         for name, pins in list(self._pins.items()):
             for pin in [pin for pin in pins if pin[0][-1].page is None]:
                 self._drop(name, pin)
@@ -51,11 +50,6 @@ class Pins:
             entry.pins -= 1
             if not entry.pins:
                 entry.role = min(entry.role, Role.PREFIX)
-
-    def clear(self, namespace: str | None, grade: Grade | None) -> None:
-        """Forget those of a namespace or grade, whose pages are gone."""
-        for name in [one for one in self._pins if namespace in (None, one[0].namespace) and grade in (None, one[0].precision)]:
-            del self._pins[name]
 
     def ends(self, entry: Entry) -> set[int]:
         """After how many tokens of a page pinned prefixes end."""

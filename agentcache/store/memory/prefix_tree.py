@@ -286,13 +286,13 @@ class PrefixTree:
             path, at = self._walk(scope, ids, len(ids))
             return self._drop_tree(path[-1], reason) if path and at == len(ids) else []
 
-    def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED, grade: Grade | None = None) -> None:
+    def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Drop everything, or everything of one namespace or grade, pinned or not."""
         with self.lock:
             for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
                 for child in list(self._roots[scope].children.values()):
-                    self._drop_tree(child, reason)
-            self.pins.clear(namespace, grade)
+                    self._drop_tree(child, Reason.EVICTED)
+            self.pins.release_evicted()
 
     def remove(self, deletion: Deletion) -> tuple[int, int]:
         """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.

@@ -151,6 +151,16 @@ def test_of_groups_without_pages_the_last_ones_stay(index: Index, monkeypatch: p
     assert [index.splice("ns", bytes([number] * 16)) for number in (3, 4)] == [None, b"ids"]
 
 
+def test_ids_that_a_fork_names_stay_with_it(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_metadata, "MOST_GONE", 1)
+    index.put_splices([("ns", bytes([number] * 16), b"ids") for number in range(2)])
+    names = [(bytes([number] * 16)).hex() for number in range(2)]
+    index.put_group(replace(GROUP, name="alice", splices=tuple(names)))
+    index.put_group(replace(GROUP, name="bob", splices=(names[1],)))
+    assert [group.name for group in index.groups()] == ["bob"]
+    assert [index.splice("ns", bytes([number] * 16)) for number in range(2)] == [None, b"ids"]
+
+
 def test_splices(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_metadata, "MOST_SPLICES", 5)
     index.put_splices([("ns", bytes([i]), b"ids%d" % i) for i in range(5)])

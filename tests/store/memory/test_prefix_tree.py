@@ -19,6 +19,7 @@ from agentcache.store.deletion import Deletion
 from agentcache.store.entry import Entry, Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
 from agentcache.store.lent_pages import lend
+from agentcache.store.memory import eviction_log
 from agentcache.store.memory.eviction_log import EvictionLog
 from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, PrefixTree
 from agentcache.store.store import Store
@@ -310,8 +311,9 @@ def test_a_budget_of_nothing_or_too_little_keeps_nothing() -> None:
         assert (store.bytes, len(store)) == (0, 0)
 
 
-def test_what_was_dropped_is_remembered_within_bounds() -> None:
-    dropped = EvictionLog(most=10)
+def test_what_was_dropped_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_log, "REMEMBERED", 10)
+    dropped = EvictionLog()
     parent = b"p"
     many: list[Ids] = [as_ids([number, 1]) for number in range(30)]
     for ids in many:
