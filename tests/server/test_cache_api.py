@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.model.fingerprint import Fingerprint
 from agentcache.server.records import Records
 from agentcache.server.registered_tools import Registered, RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
@@ -87,6 +88,16 @@ def test_groups_beyond_the_bound_are_not_computed(served: Served, monkeypatch: p
     monkeypatch.setattr("agentcache.server.registered_tools.MOST", 0)
     assert post(served, "/tools", {**GROUP, "name": "beyond"}, 429)["error"]["code"] == "too_many_groups"
     assert all(group.name != "beyond" for group in served.state.models.engines["embedded"].groups)
+
+
+def test_listing_groups_looks_at_no_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = post(served, "/tools", {**GROUP, "pinned": False})
+    served.state.models.engines["embedded"].flush()
+    looks: list[Fingerprint] = []  # of each group, while all answers wait
+    monkeypatch.setattr(Fingerprint, "whole", property(looks.append))
+    with served.client() as http:
+        (group,) = http.get("/tools").json()["groups"]
+    assert (group["prefix_tokens"], looks) == (made["prefix_tokens"], [])
 
 
 def test_forgetting_takes_the_stored_responses(served: Served) -> None:
