@@ -200,7 +200,7 @@ def given_tools(path: Path | None, option: str = "--tools") -> list[Any]:
         return []
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{option}={str(path)!r} cannot be read: {error}") from error
     found = found.get("tools") if isinstance(found, dict) else found
     if not isinstance(found, list):

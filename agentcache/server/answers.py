@@ -88,6 +88,7 @@ async def opened(
     engine = await stack.enter_async_context(state.models.use(model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
+    stack.callback(record.leave)
     if group is not None:
         state.tools.use(tenant.namespace, group)
     try:
@@ -107,7 +108,6 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
         answer.record.fail("timeout")
         raise _late(state) from error
     except CancelledError as error:
-        answer.record.leave()
         raise ServerError(499, str(error), code="client_left") from error
     except AgentCacheError as error:
         answer.record.fail(str(error))
@@ -163,15 +163,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the answer is whole, its client leaves, its time is over, or the server ends."""
         async with self._stack, create_task_group() as group:
-            try:
-                group.start_soon(_cancel_after, partial(_gone, receive), group.cancel_scope)
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                self._sent = time.monotonic()
-                group.start_soon(self._ping, send)
-                await self._tell(send, group)
-            finally:
-                self._answer.record.leave()
-                group.cancel_scope.cancel()
+            group.start_soon(_cancel_after, partial(_gone, receive), group.cancel_scope)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            self._sent = time.monotonic()
+            group.start_soon(self._ping, send)
+            await self._tell(send, group)
+            group.cancel_scope.cancel()
 
     async def _tell(self, send: Send, group: TaskGroup) -> None:
         """Send the answer or its error, then the end."""

@@ -146,7 +146,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     kind = str(first["type"])
     place = "" if kind == "json_invalid" else ".".join(str(part) for part in first["loc"] if part != "body")
     unknown = kind == "extra_forbidden"
-    said = f"{place}: this parameter is not known here" if unknown else f"{place or 'body'}: {first['msg']}"
+    said = f"{place}: this parameter is not known here: leave it out" if unknown else f"{place or 'body'}: {first['msg']}"
     if kind == "json_invalid":
         said = f"body: is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
     if kind == "none_required":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from .answers import EVENTS, sse
 from .chat import chat, with_role
 from .errors import ServerError
 from .registered_tools import Registered
-from .schemas import Body, ChatBody, Messages
+from .schemas import Body, ChatBody, Messages, Objects
 from .served_models import adapter_of
 from .state import Caller, ServerState, Serving
 from .tenants import Tenant
@@ -39,7 +40,7 @@ class ToolsBody(Body):
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     system: str = ""
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Objects = Field(default_factory=list)
     ttl_s: Annotated[float | None, Field(gt=0)] = None
     pinned: bool = True
 
@@ -63,7 +64,7 @@ class ProbeBody(Body):
     """POST /v1/cache/probe: a conversation, as it would be sent."""
 
     messages: Messages
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Objects = Field(default_factory=list)
     adapter: str | None = None
 
 
@@ -135,6 +136,7 @@ async def pin(name: str, body: PinBody, state: Serving, tenant: Caller) -> Respo
 
 
 async def _registered(group: Registered, state: ServerState, tenant: Tenant) -> Response:
+    state.tools.check_room(group)
     with state.admit(tenant):
         async with state.models.use(group.model) as engine:
             made = await _warmed(engine, group, tenant)
@@ -208,7 +210,7 @@ def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
     from ..matching import fingerprint_of  # loads torch, as the engine has
 
     adapter = engine.model.adapters.get(engine.adapters.get(group.model, ""))
-    fingerprint, spec = fingerprint_of(engine.fingerprint.whole, adapter), engine.model.spec
+    fingerprint, spec = fingerprint_of(engine.fingerprint.known or engine.fingerprint.whole, adapter), engine.model.spec
     found = engine.store.recorded(group.namespace, group.name, fingerprint)
     return replace(found, kv_bytes=found.prefix_tokens * spec.token_bytes) if found and spec else found
 
@@ -253,7 +255,7 @@ async def probe(body: ProbeBody, state: Serving, tenant: Caller) -> Response:
 
 @router.post("/v1/cache/forget", tags=["cache"])
 async def forget(body: ForgetBody, state: Serving, tenant: Caller) -> Response:
-    """Delete what the caller's namespace has cached, in memory and on disk."""
+    """Delete what the caller's namespace has cached, in memory and on disk, and its stored responses."""
     group = None if body.group is None else state.tools.find(tenant.namespace, body.group)
     return JSONResponse(await _forget(state, tenant.namespace, group, body.older_than, body.model))
 
@@ -269,6 +271,10 @@ async def _forget(
         done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=name, older_than=older_than))
     if group is not None:
         state.tools.drop(group)
+    else:
+        from ..store.deletion import Deletion  # loads numpy, as the engine has
+
+        state.responses.forget(Deletion(namespace, None if older_than is None else time.time() - older_than))
     state.records.wake()
     return {"memory_pages": done.memory_pages, "disk_pages": done.pages, "disk_bytes": done.bytes, "groups": list(done.groups)}
 

@@ -194,7 +194,6 @@ async def complete(body: CompletionBody, request: Request, state: Serving, tenan
         answers: list[Answer] = []
         for prompt in prompts:
             answers.append(await opened(state, request, stack, body.model, "cmpl", asking(body, prompt, sampling=sampling)))
-            stack.callback(answers[-1].record.leave)
         if not body.stream:
             return await whole(state, request, answers[0], _text_whole(answers))
         usage = bool(body.stream_options and body.stream_options.include_usage)

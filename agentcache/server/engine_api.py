@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from ..documents import PACK_TOKENS
 from ..errors import ConfigError, PolicyError
@@ -18,7 +18,7 @@ from ..model_facts import ModelFacts
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
 from .answers import EVENTS, Answer, EventStream, opened, sse
 from .chat import failed_event
-from .schemas import Messages, Text
+from .schemas import Messages, Objects, Strict, Text, Texts
 from .served_models import adapter_of
 from .state import ServerState, Serving
 from .tenants import Tenant
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
     from ..stream import Stream
 
 router = APIRouter(prefix="/v1/engine", tags=["engine"])
-Objects = list[dict[str, Any]]
 
 
-class EngineBody(BaseModel):
-    """A body of these routes: unknown parameters are refused."""
+class EngineBody(Strict):
+    """A body of these routes."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     model: str | None = None
 
 
@@ -64,7 +63,7 @@ class StreamBody(PromptBody):
 
     sampling: Sampling | None = None
     constraint: Constraint | None = None
-    volatile: Text | dict[str, Any] | list[Text | dict[str, Any]] = Field(default_factory=list)
+    volatile: Text | dict[str, Any] | Annotated[list[Text | dict[str, Any]], Field(fail_fast=True)] = Field(default_factory=list)
     turn: str = ""
     session: str | None = None
     reuse: Reuse | None = None
@@ -92,7 +91,7 @@ class RenderBody(EngineBody):
 class DecodeBody(EngineBody):
     """POST /v1/engine/decode."""
 
-    ids: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 
 
 class ReleaseBody(EngineBody):
@@ -140,7 +139,7 @@ class NamedBody(EngineBody):
 class UnlearnBody(EngineBody):
     """POST /v1/engine/unlearn."""
 
-    sources: list[Text]
+    sources: Texts
     name: str = "documents"
 
 

@@ -36,7 +36,6 @@ _SAID = {
     507: "The store is full",
 }
 _ANTHROPIC = {
-    400: INVALID,
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -117,7 +116,7 @@ class ServerError(HTTPException):
         if code == "context_length_exceeded":
             prompt, context, *_ = self.body["x_agentcache"]["args"]
             said = f"prompt is too long: {prompt} tokens > {context} maximum: {said}"
-        told = {"type": _ANTHROPIC.get(self.status_code, "api_error"), "message": said}
+        told = {"type": _ANTHROPIC.get(self.status_code, INVALID if self.status_code < 500 else "api_error"), "message": said}
         details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
         return {"type": "error", "error": {**told, **details}}
 

@@ -41,10 +41,13 @@ class RegisteredTools:
         self._used: dict[tuple[str, str], float] = {}  # by time.monotonic()
         self._known = self._read()
 
-    def add(self, group: Registered) -> None:
-        """Remember a group, in the place of one of its name. ServerError 429: there are too many. StoreError: it cannot be written."""
+    def check_room(self, group: Registered) -> None:
+        """ServerError 429: there are too many for one more. Asked before it is computed and pinned."""
         if (group.namespace, group.name) not in self._known and len(self.of(group.namespace)) >= MOST:
             raise ServerError(429, f"namespace {group.namespace!r} has {MOST} tool groups: delete one", code="too_many_groups")
+
+    def add(self, group: Registered) -> None:
+        """Remember a group, in the place of one of its name. StoreError: it cannot be written."""
         self._write((group.namespace, group.name), group)
 
     def of(self, namespace: str | None) -> list[Registered]:

@@ -41,7 +41,7 @@ async def respond(body: ResponseBody, request: Request, state: Serving, tenant: 
         earlier = state.responses.find(namespace, body.previous_response_id)
         before = [*earlier.before, *earlier.input, *earlier.response["output"]]
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    given = [state.responses.item(namespace, item.get("id")) if item.get("type") == "item_reference" else item for item in given]
+    given = state.responses.resolved(namespace, given)
     messages = messages_of([*before, *given], body.instructions)
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])]
     form = body.text.format if body.text else None
@@ -117,8 +117,8 @@ class ResponseWriter:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """All events, in order; the last one holds the whole response."""
-        yield self._event("response.created", response=deepcopy(self.response))
-        yield self._event("response.in_progress", response=deepcopy(self.response))
+        yield self._event("response.created", response=self._told())
+        yield self._event("response.in_progress", response=self._told())
         async for delta in self._answer.stream.adeltas():
             for event in self._take(delta):
                 yield event
@@ -133,7 +133,7 @@ class ResponseWriter:
             "completed_at": None if cut else self._answer.created,
             "usage": usage_of(completion),
         }
-        last = self._event(f"response.{status}", response={**deepcopy(self.response), **self._answer.told()})
+        last = self._event(f"response.{status}", response={**self._told(), **self._answer.told()})
         self._keep(self.response)
         yield last
 
@@ -141,8 +141,12 @@ class ResponseWriter:
         """The event that tells of an error in a stream that has begun."""
         told = error.body["error"]
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
-        event = self._event("response.failed", response=deepcopy(self.response))
+        event = self._event("response.failed", response=self._told())
         return sse(event, event["type"])
+
+    def _told(self) -> dict[str, Any]:
+        """The response so far. What the request gave is told as it came, however deep it is nested."""
+        return {**self.response, "output": deepcopy(self.output)}
 
     def _event(self, kind: str, **said: Any) -> dict[str, Any]:
         self._number += 1

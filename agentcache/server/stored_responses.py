@@ -11,6 +11,7 @@ from .errors import ServerError
 
 STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of them and their input
 Items = list[dict[str, Any]]
+REFERENCE = "item_reference"  # the type of an item that stands for a stored one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,18 @@ class StoredResponses(NamespaceLRU[str, StoredResponse]):
             raise ServerError(404, f"response {identity!r} is not stored here", param="previous_response_id", code="response_not_found")
         return found
 
-    def item(self, namespace: str, identity: object) -> dict[str, Any]:
-        """The item of that id, which a stored response was given or wrote. ServerError 404: there is none."""
+    def resolved(self, namespace: str, items: Items) -> Items:
+        """The items, with the stored ones that references among them name in their place. ServerError 404: there is none of that id."""
+        wanted = {repr(item.get("id")) for item in items if item.get("type") == REFERENCE}
+        if not wanted:
+            return items
         with self._lock:
-            stored = [one for (owner, _), one in reversed(self._values.items()) if owner == namespace]
-        found = (item for one in stored for item in (*one.response["output"], *one.input) if item["id"] == identity)
-        if (item := next(found, None)) is None:
-            raise ServerError(404, f"item {identity!r} is not stored here: give it as a whole", param="input", code="item_not_found")
-        return item
+            stored = [one for (owner, _), one in self._values.items() if owner == namespace]
+        each = (item for one in stored for item in (*one.input, *one.response["output"]))
+        known = {name: item for item in each if (name := repr(item["id"])) in wanted}  # that of the last response that has it
+        for name in wanted - known.keys():
+            raise ServerError(404, f"item {name} is not stored here: give it as a whole", param="input", code="item_not_found")
+        return [known[repr(item.get("id"))] if item.get("type") == REFERENCE else item for item in items]
 
     def drop(self, namespace: str, identity: str) -> None:
         """Forget one. ServerError 404: there is none of that id."""

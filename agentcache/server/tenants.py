@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,6 +128,8 @@ def _tenant(name: str, said: Any) -> tuple[str, Tenant]:
     key, digest = said.get("key", ""), said.get("key_sha256", "")
     if bool(key) is bool(digest) or not isinstance(key, str) or not isinstance(digest, str) or len(key or digest) < 16:
         raise ConfigError(f"keys: {name!r} needs either a key of at least 16 characters or its key_sha256")
+    if digest and not re.fullmatch("[0-9a-fA-F]{64}", digest):
+        raise ConfigError(f"keys: {name!r}: key_sha256={digest!r} must be 64 hexadecimal digits, as `printf %s KEY | sha256sum` has them")
     rule = Rule.of({"name": name, "requests": REQUESTS, **{key: said[key] for key in said.keys() & bounds}}, lambda key: f"keys: {name!r}")
     namespace, admin = said.get("namespace", name), said.get("admin", False)
     check_name("namespace", namespace)

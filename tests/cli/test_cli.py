@@ -276,3 +276,9 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, kind: str) -> No
         (tmp_path / "given").write_text(text, encoding)
         found.append(read(tmp_path / "given"))
     assert found[0] == found[1]
+
+
+def test_tools_nested_too_deep_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        given_tools(tmp_path / "tools.json")

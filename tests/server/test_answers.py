@@ -26,7 +26,9 @@ async def told(events: AsyncIterator[str], sent: list[Any], receive: Any, commen
         if message.get("body") == b": waiting\n\n":
             commented.set()
 
-    await EventStream(state, AsyncExitStack(), answer, events, failed=str, end="data: [DONE]\n\n")({}, receive, send)
+    stack = AsyncExitStack()
+    stack.callback(record.leave)
+    await EventStream(state, stack, answer, events, failed=str, end="data: [DONE]\n\n")({}, receive, send)
     return answer
 
 

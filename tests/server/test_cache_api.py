@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agentcache.model.fingerprint import Fingerprint
 from agentcache.server.records import Records
 from agentcache.server.registered_tools import Registered, RegisteredTools
+from agentcache.server.served_models import ServedModel, ServedModels
+from agentcache.server.state import ServerState
+from agentcache.server.tenants import Tenants
 from tests.engines import wait_until
 from tests.serving import ASKED, SYSTEM, TIDE, Served, embedded, ready, serving
 
@@ -64,6 +70,42 @@ def test_a_restarted_server_computes_the_tail_only(tmp_path: Path) -> None:
         warm = post(second, "/query", {**QUESTION, "question": "When is high water in Tarn Haven?"})
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["prefix_tokens"]
     assert cold["usage"]["prompt_tokens"] < made["prefix_tokens"] + 60
+
+
+def test_loading_names_no_tool_group(tmp_path: Path) -> None:
+    registered = RegisteredTools(tmp_path)
+    registered.add(Registered("secret", "alice", "embedded", SYSTEM))
+    told: list[str] = []  # /health tells it without a key
+    model = ServedModel("embedded", lambda say: SimpleNamespace(warm=told.append, adapters=()))  # type: ignore[arg-type, return-value]
+    ServerState(ServedModels([model]), Tenants(None, 1), registered)
+    with suppress(TypeError):
+        model.open(told.append)
+    assert told
+    assert "secret" not in str(told)
+
+
+def test_groups_beyond_the_bound_are_not_computed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.server.registered_tools.MOST", 0)
+    assert post(served, "/tools", {**GROUP, "name": "beyond"}, 429)["error"]["code"] == "too_many_groups"
+    assert all(group.name != "beyond" for group in served.state.models.engines["embedded"].groups)
+
+
+def test_listing_groups_looks_at_no_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = post(served, "/tools", {**GROUP, "pinned": False})
+    served.state.models.engines["embedded"].flush()
+    looks: list[Fingerprint] = []  # of each group, while all answers wait
+    monkeypatch.setattr(Fingerprint, "whole", property(looks.append))
+    with served.client() as http:
+        (group,) = http.get("/tools").json()["groups"]
+    assert (group["prefix_tokens"], looks) == (made["prefix_tokens"], [])
+
+
+def test_forgetting_takes_the_stored_responses(served: Served) -> None:
+    asked = post(served, "/v1/responses", {"input": "hi", "max_output_tokens": 1})
+    with served.client() as http:
+        for body, status in (({"older_than": 1000}, 200), ({"older_than": 0}, 404)):
+            assert post(served, "/v1/cache/forget", body)
+            assert http.get(f"/v1/responses/{asked['id']}").status_code == status
 
 
 def test_forgetting_leaves_nothing(served: Served) -> None:

@@ -253,11 +253,13 @@ def test_errors_have_the_shape_of_the_api(tmp_path: Path) -> None:
         nobody = http.post("/v1/messages", json=BODY)
         unknown = http.post("/v1/messages", json={**BODY, "model": "x"}, headers={"x-api-key": BOB})
         lost = http.get("/v1/messages/batches", headers={"x-api-key": BOB})
+        wrong = http.put("/v1/messages", headers={"x-api-key": BOB})
         chat = http.post("/v1/chat/completions", json=BODY)
-    assert [(one.status_code, one.json()["error"]["type"]) for one in (nobody, unknown, lost)] == [
+    assert [(one.status_code, one.json()["error"]["type"]) for one in (nobody, unknown, lost, wrong)] == [
         (401, "authentication_error"),
         (404, "not_found_error"),
         (404, "not_found_error"),
+        (405, "invalid_request_error"),
     ]
     assert "type" not in chat.json(), "OpenAI's own"
     assert ServerError(500, "a fault").anthropic == {"type": "error", "error": {"type": "api_error", "message": "a fault"}}

@@ -106,6 +106,32 @@ def test_stored_items_may_be_referred_to(served: Served) -> None:
         api.responses.create(**{**ASKED, "input": [{"type": "item_reference", "id": "fc_none"}]})
 
 
+def test_references_look_at_stored_items_once(served: Served) -> None:
+    class Counted(list[dict[str, Any]]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            self.looks += 1
+            return super().__iter__()
+
+    items = Counted([{"id": "msg_counted", "role": "user", "content": "When is high water?"}])
+    with served.client() as http:
+        stored = StoredResponse({"created_at": 0.0, "output": []}, items, [])
+        served.state.responses.put("default", "resp_counted", stored)
+        items.looks = 0
+        asked = {"input": [{"type": "item_reference", "id": "msg_counted"}] * 9, "max_output_tokens": 1}
+        answer = http.post("/v1/responses", json=asked)
+    assert (answer.status_code, items.looks) == (200, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_labels_may_be_nested_deep(served: Served, stream: bool) -> None:
+    body = '{"input": "hi", "max_output_tokens": 1, "stream": ' + str(stream).lower() + ', "metadata": ' + '{"a":' * 900 + "1" + "}" * 901
+    with served.client() as http:
+        answer = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, "output_text" in answer.text) == (200, True)
+
+
 def test_input_items_are_listed_in_pages(served: Served) -> None:
     api = served.openai(strict=True)
     given = [{"role": "user" if number % 2 else "assistant", "content": str(number)} for number in range(5)]

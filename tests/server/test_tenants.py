@@ -147,6 +147,7 @@ def test_another_host_is_refused_without_keys(served: Served, keyed: Served) -> 
         ("[a]", "needs either a key"),
         ('[a]\nkey = "short"', "16 characters"),
         ('[a]\nkey = "0123456789abcdef"\nkey_sha256 = "0123456789abcdef"', "needs either"),
+        ('[a]\nkey_sha256 = "sha256:0123456789abcdef"', "64 hexadecimal digits"),
         ('[a]\nkey = "0123456789abcdef"\nrequests = 0', "requests=0"),
         ('[a]\nkey = "0123456789abcdef"\nadmin = "yes"', "admin='yes'"),
         ('[a]\nkey = "0123456789abcdef"\nnamespace = ""', "namespace"),
