@@ -51,7 +51,8 @@ class ReadAhead:
                 self._next[before] = key
             while len(self._next) > KNOWN:
                 self._next.popitem(last=False)
-            if self._reading is not None and self._reading[1] == key:
+            lossy = running.asked.reuse == "lossy" and self._store.disk is not None and self._store.disk.precision != "exact"
+            if self._reading is not None and self._reading[1] == key and not lossy:  # it takes pages, too, that are not read here
                 running.prefetch, running.looked = self._reading[0], True
                 running.prefetch.hand_over()
                 self._reading = None

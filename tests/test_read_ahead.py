@@ -155,6 +155,16 @@ def test_a_request_takes_over_what_is_being_read(agents: Agents, reading: HeldRe
     assert len(reading.keys) == len(set(reading.keys)), "a page was read twice"
 
 
+def test_a_lossy_request_asks_the_disk_itself(agents: Agents, reading: HeldRead, queries: list[Any]) -> None:
+    disk = agents.engine.store.disk
+    assert disk is not None
+    disk.precision = "int8"  # as with StoreOptions(turns="int8")
+    stream = agents.engine.session("bob").stream(agents.talks["bob"], sampling=decode(4), reuse="lossy")
+    reading.goes_on.set()
+    assert stream.completion.receipt.cached_tokens > 512
+    assert "int8" in {query.scope.precision for query in queries}, "what was read ahead is exact alone"
+
+
 def test_an_order_that_changes_is_not_followed(agents: Agents, queries: list[Any]) -> None:
     agents.rounds(1)
     for order in (AGENTS[::-1], AGENTS, AGENTS[::-1]):
