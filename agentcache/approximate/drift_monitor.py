@@ -62,7 +62,7 @@ class DriftMonitor:
         self._served = 0
         self._counts: Counter[tuple[str, str]] = Counter()
         self._waiting: deque[_Check] = deque()
-        self._seen: dict[tuple[str, str], deque[float]] = {}  # mean KL per token in nats, by whose pages were taken for whom
+        self._seen: dict[tuple[str, str], deque[float]] = {}  # mean KL per token in nats, by what answered and its repair
 
     @property
     def pending(self) -> bool:
@@ -139,7 +139,7 @@ class DriftMonitor:
     def _conclude(self, check: _Check) -> None:
         self.checked += 1
         self._counts += observed("watch_kl", check.kl / COMPARED)
-        seen = self._seen.setdefault(check.calibration.adapters, deque(maxlen=REMEMBERED))
+        seen = self._seen.setdefault((check.calibration.fingerprint, check.calibration.repair), deque(maxlen=REMEMBERED))
         seen.append(check.kl / COMPARED)
         log.info("segment reuse: KL %.2e nats per token, %d of %d first choices equal", check.kl / COMPARED, check.agreed, COMPARED)
         mean, bound = sum(seen) / len(seen), check.calibration.kl

@@ -106,7 +106,7 @@ class NgramIndex:
 
     def __init__(self) -> None:
         self._places: dict[Scope, dict[int, list[tuple[Entry, int]]]] = {}
-        self._noted: dict[int, int] = {}  # id of an entry -> how many of its ids are in the index
+        self._noted: dict[int, Ids] = {}  # id of an entry -> its ids as they are in the index
 
     def __len__(self) -> int:
         """Number of runs of ids that can be found."""
@@ -116,22 +116,25 @@ class NgramIndex:
         """Put the new ids of an entry into the index; pages that follow moved text are left out."""
         if entry.scope.precision == "approximate":
             return
-        known = self._noted.get(id(entry), 0)
-        since = max(0, known - GRAM + 1)
+        known = self._noted.get(id(entry), entry.ids[:0])
+        if common(known, entry.ids) < len(known):  # it was shortened, and has grown by others since
+            self.drop(entry)
+            known = entry.ids[:0]
+        since = max(0, len(known) - GRAM + 1)
         index = self._places.setdefault(entry.scope, {})
         at, hashes = grams(entry.ids[since:])
         for offset, gram in zip((at + since).tolist(), hashes.tolist(), strict=True):
             places = index.setdefault(gram, [])
             if len(places) < PLACES and (entry, offset) not in places:
                 places.append((entry, offset))
-        self._noted[id(entry)] = len(entry.ids)
+        self._noted[id(entry)] = entry.ids
 
     def drop(self, entry: Entry) -> None:
         """Take an entry out."""
-        if self._noted.pop(id(entry), None) is None:
+        if (noted := self._noted.pop(id(entry), None)) is None:
             return
         index = self._places.get(entry.scope, {})
-        for gram in grams(entry.ids)[1].tolist():
+        for gram in grams(noted)[1].tolist():
             left = [place for place in index.get(gram, ()) if place[0] is not entry]
             if left:
                 index[gram] = left

@@ -168,9 +168,10 @@ class SegmentPrefetch:
     def _aligned(self, window: Window, proposal: Proposal) -> StoredRepeat | None:
         """The proposal as a run of equal ids, grown as far as it goes on disk."""
         kept, ids, stop = proposal.kept, self._ids, len(self._ids) - 1
-        pages = self._under(kept.parent, kept.page)
-        if not pages:
+        stored = self._under(kept.parent, kept.page)
+        if not stored:
             self._signed.gone(self._said, [kept])
+        if not (pages := [row for row in stored if row.precision == self._precision]):
             return None
         size = window.stop - window.start
         low, high = max(self._since, window.start - size), min(stop, window.stop + size)
@@ -197,10 +198,10 @@ class SegmentPrefetch:
         return StoredRepeat(start, end, rows, chain, 0 if known == len(chain) else len(rows) - known // PAGE_TOKENS, kept)
 
     def _under(self, parent: bytes, place: int) -> list[Row]:
-        """The pages on disk that continue a page, in this scope."""
+        """The pages on disk that continue a page, in this scope and in any precision."""
         if parent not in self._children:
             rows = self._disk.index.rows(namespace=self._scope.namespace, fingerprint=self._scope.fingerprint, parent=parent, bad=False)
-            self._children[parent] = [row for row in rows if row.regime == self._scope.regime and row.precision == self._precision]
+            self._children[parent] = [row for row in rows if row.regime == self._scope.regime]
         return [row for row in self._children[parent] if row.place == place]
 
     def _path(self, page: Row) -> tuple[Row, ...] | None:

@@ -109,7 +109,7 @@ class Segments:
             )
         known = self._calibrations.of(model.fingerprint.whole, given, adapter, dict(model.adapters))
         for one in known:
-            model.keep_boundaries(one.boundaries, f"segments {one.adapters}")
+            model.keep_boundaries(one.boundaries, f"segments {one.adapters} {'given' if given else ''}")  # beside the engine's own
         self._sign(None if given else known[0].tau)
         return known
 

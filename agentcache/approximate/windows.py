@@ -109,11 +109,6 @@ def windows(layout: Layout, texts: Texts, since: int = 0, *, size: int = WINDOW,
     return found
 
 
-def anchors(layout: Layout, texts: Texts) -> list[int]:
-    """Tokens of a prompt at which something starts that may come again elsewhere."""
-    return _Part(layout, texts, 0, len(layout.ids) - layout.ephemeral_tokens).anchors()
-
-
 def _begin(layout: Layout, since: int, size: int) -> int:
     """Find where to look from, so that the windows with tokens from `since` on are those that a look from the start would find."""
     back = max(0, since - size)

@@ -33,18 +33,14 @@ def changes_by_length(kind: object) -> bool:
     return not BY_LENGTH.isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
 
 
-def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Keys [..., head_dim, tokens], as pages hold them, rotated by cos and sin [pairs, tokens] of `Rotary.turns`: a new tensor.
 
-    A pair is a dimension and the one half the rotated width behind it, or its neighbour if interleaved; what is not rotated stays.
+    A pair is a dimension and the one half the rotated width behind it; what is not rotated stays.
     """
     wide, pairs = keys.float(), len(cos)
-    if interleaved:
-        first, second = wide[..., 0 : 2 * pairs : 2, :], wide[..., 1 : 2 * pairs : 2, :]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -2).flatten(-3, -2)
-    else:
-        first, second = wide[..., :pairs, :], wide[..., pairs : 2 * pairs, :]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -2)
+    first, second = wide[..., :pairs, :], wide[..., pairs : 2 * pairs, :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -2)
     rest = wide[..., 2 * pairs :, :]
     return (torch.cat((turned, rest), -2) if rest.shape[-2] else turned).to(keys.dtype)
 

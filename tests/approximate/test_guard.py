@@ -100,6 +100,20 @@ def test_what_drifted_is_not_gone_on_from_either() -> None:
             assert (receipt.precision, receipt.bitwise) == ("exact", True)
 
 
+def test_drift_of_one_repair_is_not_held_against_another() -> None:
+    weights = tiny_model()[2]
+    loose = calibration(fingerprint=weights, steps=((0, LAYERS),), kl=100.0, watch_one_in=1)
+    strict = calibration(fingerprint=weights, share=1.0, kl=1e-9, watch_one_in=1)  # everything is computed again
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        for number, known in enumerate([loose, loose, strict, strict, strict]):
+            turns = prompt(f"Number {number} {'x ' * number}", "And?")
+            assert running.generate(turns, sampling=GREEDY, reuse=known).receipt.precision == "approximate"
+            assert checked(running) == number + 1
+        assert not running.approximate.off
+        assert running.approximate.monitor.counts()["watch_kl"]["sum"] > 1e-6, "the loose one drifts"
+
+
 def test_who_runs_while_it_is_switched_off_keeps_nothing_near() -> None:
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)

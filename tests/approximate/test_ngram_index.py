@@ -167,6 +167,22 @@ def test_a_page_that_grows_is_found_in_its_new_length() -> None:
         assert [(run.start, run.stop) for run in found(tree, prompt)] == [(20, 20 + length)]
 
 
+def test_a_page_that_shrank_is_found_as_it_grows_again() -> None:
+    tree, kept, page = PrefixTree(1 << 30), text(1, 400), Page(SPEC)
+    found(tree, kept)
+    tree.admit(SCOPE, kept, [page], "here")
+    tree.forget(SCOPE, kept, 100, [page])
+    other = np.concatenate([kept[:100], text(4, 300)])
+    keep(tree, other)
+    [run] = found(tree, np.concatenate([text(2, 20), other, text(3, 20)]))
+    assert (run.start, run.stop) == (20, 420)
+    [run] = found(tree, np.concatenate([text(2, 20), other[120:], text(3, 20)]))
+    assert (run.start, run.stop) == (20, 300), "by what came last"
+    tree.forget(SCOPE, other, 50, [entry.page for entry in tree.entries()])
+    tree.clear()
+    assert tree.audit()["indexed"] == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=8), st.integers(0, 1 << 20))
 def test_whatever_is_found_is_equal_and_long_repeats_are_found(parts: list[tuple[int, int, int]], seed: int) -> None:

@@ -285,6 +285,15 @@ def test_pages_that_are_gone_are_forgotten(folder: Path, monkeypatch: pytest.Mon
     assert store.disk.index.stats()["segments"] < before  # type: ignore[operator]
 
 
+def test_pages_of_another_precision_are_not_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(folder, KEPT)
+    monkeypatch.setattr("agentcache.approximate.minhash_index.YOUNG_S", -1.0)
+    store = opened(folder)
+    assert brought(store, PROMPT, replace(SCOPE, precision="int8"), first=4).tokens == 0
+    assert store.flush(20)
+    assert brought(store, PROMPT, first=4).tokens >= 300
+
+
 @pytest.mark.parametrize("fault", [StoreError("the index is damaged"), OSError("gone"), MemoryError()])
 def test_whatever_fails_breaks_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
     keep(folder, KEPT)

@@ -529,6 +529,13 @@ def test_one_requests_own_calibration_says_nothing_of_the_next() -> None:
         assert segment.halo_tokens == 8
 
 
+def test_states_are_kept_beside_a_request_with_its_own_calibration() -> None:
+    with engine(steps=((8, 3), (20, LAYERS))) as running:
+        running.generate(FIRST, sampling=GREEDY, reuse=calibration(fingerprint=tiny_model()[2]))
+        [segment] = running.generate(OTHER, sampling=GREEDY).receipt.segments
+        assert (segment.halo_tokens, segment.resumed_tokens) == (8, 12)
+
+
 def test_non_finite_numbers_after_a_segment_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The segment's own pages are sound; what was computed behind it is not, and is computed behind everything instead."""
     with engine("off") as running:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentcache.approximate.windows import STRIDE, WINDOW, TokenTexts, Window, anchors, canonical, windows
+from agentcache.approximate.windows import STRIDE, WINDOW, TokenTexts, Window, _Part, canonical, windows
 from agentcache.types import Layout, Span
 
 VOCABULARY: list[str] = []
@@ -46,7 +46,7 @@ def prose(seed: int, count: int) -> str:
 
 def at_anchors(layout: Layout) -> list[str]:
     """What the tokens say at which windows start."""
-    return [texts(layout.ids)[token].strip() for token in anchors(layout, texts)]
+    return [texts(layout.ids)[token].strip() for token in _Part(layout, texts, 0, len(layout.ids) - layout.ephemeral_tokens).anchors()]
 
 
 def said(found: Sequence[Window]) -> list[tuple[str, ...]]:

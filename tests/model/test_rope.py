@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
 
 from agentcache.model.hf import HFModel
@@ -179,13 +178,9 @@ def rotary(kind: str, family: str = "llama", dtype: torch.dtype = torch.float32,
     return Rotary(model.get_decoder().rotary_emb, model.config, dtype, torch.device("cpu"))
 
 
-def at(table: Rotary, raw: torch.Tensor, start: int, interleaved: bool = False, regime: str = "") -> torch.Tensor:
+def at(table: Rotary, raw: torch.Tensor, start: int, regime: str = "") -> torch.Tensor:
     """Raw keys [heads, tokens, head_dim] as a model has them at positions from `start` on, by transformers' own functions."""
     cos, sin = (t[start : start + raw.shape[1]] for t in table.table(regime, start + raw.shape[1]))
-    if interleaved:
-        pairs = table.dims // 2
-        cos, sin = (t[:, :pairs].repeat_interleave(2, -1) for t in (cos, sin))
-        return apply_interleaved(raw[None], raw[None], cos[None], sin[None])[1][0]
     return apply_partial(raw[None], raw[None], cos[None], sin[None])[1][0]
 
 
@@ -218,14 +213,6 @@ def test_what_is_not_rotated_stays() -> None:
     moved = turn(here.transpose(1, 2), *table.turns("", 5, 9000, 40)).transpose(1, 2)
     assert table.dims < 16
     assert torch.equal(moved[..., table.dims :], raw[..., table.dims :])
-    assert float((moved - there).abs().max()) <= 2e-6 * float(there.abs().max())
-
-
-def test_neighbours_are_turned_where_pairs_lie_side_by_side() -> None:
-    table = rotary("default")
-    raw = torch.randn(2, 40, table.dims, generator=torch.Generator().manual_seed(2))
-    here, there = at(table, raw, 11, True), at(table, raw, 80_000, True)
-    moved = turn(here.transpose(1, 2), *table.turns("", 11, 80_000, 40), interleaved=True).transpose(1, 2)
     assert float((moved - there).abs().max()) <= 2e-6 * float(there.abs().max())
 
 
