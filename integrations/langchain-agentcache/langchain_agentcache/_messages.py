@@ -17,6 +17,7 @@ from .errors import ModelInvalidRequestError
 _CALLS = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
 # What another provider did for an answer, such as a fallback's: its text says what came of it.
 _DONE = re.compile("non_standard|redacted_thinking|(server_tool|mcp)_.+|(?!image).+_call|.+_tool_result|executable_code|code_.+_result")
+_THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # of Anthropic and Mistral, of LangChain and OpenAI, of Bedrock
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "ai": "assistant", "system": "system", "developer": "system"}
 
 
@@ -96,8 +97,8 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
             texts.append(str(block.get("text") or ""))
         elif kind == "refusal":
             texts.append(str(block.get("refusal") or ""))
-        elif kind in ("thinking", "reasoning"):
-            thoughts.append(str(block.get("thinking") or block.get("reasoning") or ""))
+        elif kind in _THOUGHTS:
+            thoughts.append(_thinking(block))
         elif kind == "json" and "json" in block:
             texts.append(json.dumps(block["json"], ensure_ascii=False))
         elif kind not in _CALLS and not (isinstance(message, AIMessage) and _DONE.fullmatch(str(kind))):
@@ -107,6 +108,13 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
                 "describe it in words, or send it to a model that takes such input"
             )
     return "".join(texts), "".join(thoughts)
+
+
+def _thinking(block: Mapping[str, Any]) -> str:
+    """What a block thinks: a text, or parts with texts, such as OpenAI's summary."""
+    said = next((found for name in (*_THOUGHTS, "summary") if (found := block.get(name))), "")
+    parts = said if isinstance(said, list) else [said]
+    return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in parts)
 
 
 def marked(messages: Sequence[BaseMessage], whole: Mapping[str, Any] | None = None) -> dict[int, Mapping[str, Any]]:

@@ -79,7 +79,11 @@ def _request(said: Sequence[Mapping[str, Any]] | str, metadata: Mapping[str, Any
 
 
 def _plain(message: BaseMessage) -> dict[str, Any]:
-    """A message in OpenAI's shape, with its thought."""
-    made = convert_to_openai_messages([message])[0]
+    """A message in OpenAI's shape, with its thought; of blocks that this shape lacks, such as films, the texts."""
+    try:
+        made = convert_to_openai_messages([message])[0]
+    except (ValueError, KeyError):
+        texts = [part if isinstance(part, str) else str(part.get("text") or "") for part in message.content]
+        made = convert_to_openai_messages([message.model_copy(update={"content": "\n".join(filter(None, texts))})])[0]
     thought = message.additional_kwargs.get("reasoning_content")
     return {**made, "reasoning_content": thought} if isinstance(thought, str) and thought else dict(made)

@@ -86,6 +86,22 @@ def test_what_another_provider_did_for_its_answer_is_no_error(kind: str) -> None
     assert converted([said])[0].content == "At 3:12. No more."
 
 
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"type": "thinking", "thinking": "The tide."},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "The tide."}]},
+        {"type": "reasoning", "reasoning": "The tide."},
+        {"type": "reasoning", "id": "1", "summary": [{"type": "summary_text", "text": "The "}, {"type": "summary_text", "text": "tide."}]},
+        {"type": "reasoning_content", "reasoning_content": {"text": "The tide.", "signature": "1"}},
+    ],
+)
+def test_a_thought_of_another_provider_is_shown_as_one(thought: dict[str, Any]) -> None:
+    (said,) = converted([AIMessage([thought, {"type": "text", "text": "At 3:12."}])])
+    assert (said.reasoning, said.content) == ("The tide.", "At 3:12.")
+    assert converted([AIMessage([{"type": "reasoning", "summary": []}])])[0].reasoning is None
+
+
 def test_a_document_in_plain_text_is_text() -> None:
     tides = {"type": "text-plain", "text": "High water at 3:12.", "mime_type": "text/plain"}
     assert converted([HumanMessage([{"type": "text", "text": "Read: "}, tides])])[0].content == "Read: High water at 3:12."

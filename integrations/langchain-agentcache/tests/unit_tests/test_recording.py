@@ -89,3 +89,12 @@ def test_text_models_other_providers_and_failures(model: ChatAgentCache, model_f
     assert [json.loads(line)["model"] for line in lines] == [model_folder, "", model_folder]
     (episode,) = read(tmp_path / "requests.jsonl")
     assert [type(call.prompt) for call in episode.calls] == [str, list]
+
+
+def test_a_request_with_blocks_that_openai_lacks_is_recorded(tmp_path: Path) -> None:
+    document, film = {"type": "text-plain", "text": "High water at 3:12."}, {"type": "video", "url": "https://example.com"}
+    said = HumanMessage([document, film, {"cachePoint": {"type": "default"}}, "When?"])
+    with RequestRecorder(tmp_path / "requests.jsonl") as recorder:
+        GenericFakeChatModel(messages=iter([AIMessage("At 3:12.")])).invoke([said], {"callbacks": [recorder]})
+    (line,) = (tmp_path / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+    assert "High water at 3:12.\\nWhen?" in line
