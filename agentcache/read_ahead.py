@@ -51,8 +51,9 @@ class ReadAhead:
                 self._next[before] = key
             while len(self._next) > KNOWN:
                 self._next.popitem(last=False)
-            fewer = running.asked.reuse == "lossy" and (disk := self._store.disk) is not None and disk.precision != "exact"
-            if self._reading is not None and self._reading[1] == key and not fewer:  # who takes pages of fewer bits looks for them
+            disk = self._store.disk  # who takes pages of fewer bits looks for them
+            whole = disk is None or disk.precision == "exact"
+            if self._reading is not None and self._reading[1] == key and (whole or running.asked.reuse != "lossy"):
                 running.prefetch, running.looked = self._reading[0], True
                 running.prefetch.hand_over()
                 self._reading = None
