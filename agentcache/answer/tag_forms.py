@@ -202,11 +202,11 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
         CallForm(
             known=False,
             fields={
-                "reasoning_content": {"open_pattern": r"\s*to=self<\|message\|>", "close_pattern": r"<\|eom\|>(?:<\|start\|>assistant)?"},
+                "reasoning_content": {"open_pattern": r"\s*to=self<\|message\|>", "close": "<|eom|>"},
                 "content": {"open_pattern": r"\s*to=user<\|message\|>", "close_pattern": r"<\|e[ou][mt]\|>"},
                 "tool_calls": tagged_call(
                     r'\s*to=[^<\s]+<\|message\|>\s*<atem:function_calls>\s*<atem:invoke name="(?P<name>[^"]+)">',
-                    r"</atem:invoke>\s*</atem:function_calls>(?:<\|eom\|><\|start\|>assistant)?",
+                    r"</atem:invoke>\s*</atem:function_calls>",
                     r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*?)</atem:parameter>',
                 ),
             },

@@ -514,3 +514,10 @@ def test_own_ids_return_and_volatile_text_is_last(name: str) -> None:
         assert list(rendered_again.ids[: len(layout.ids) + len(said)]) == [*layout.ids, *said]
     assert timed.ids[:start] == plain.ids[:start]
     assert timed.text.index("It is 10:33.") > timed.text.index("It ebbs.")
+
+
+def test_pieces_of_a_damaged_mark_say_the_same() -> None:
+    text = " to=self<|message|>Hm.<|eom|><|start|>assistanto=user<|message|>At noon."
+    whole, pieces = (read(grammars("muse"), text, cuts).message for cuts in ([], list(range(len(text)))))
+    assert whole == pieces
+    assert whole.content == "At noon."
