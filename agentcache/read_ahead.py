@@ -51,14 +51,16 @@ class ReadAhead:
                 self._next[before] = key
             while len(self._next) > KNOWN:
                 self._next.popitem(last=False)
-            disk = self._store.disk  # who takes pages of fewer bits looks for them
-            whole = disk is None or disk.precision == "exact"
-            if self._reading is not None and self._reading[1] == key and (whole or running.asked.reuse != "lossy"):
+            if self._reading is not None and self._reading[1] == key and not self._fewer(running):
                 running.prefetch, running.looked = self._reading[0], True
                 running.prefetch.hand_over()
                 self._reading = None
             coming = self._next.get(key)
             self._due = (running, coming) if coming is not None and self._trust > 0 else None
+
+    def _fewer(self, running: Running) -> bool:
+        """Tell whether a request takes pages of fewer bits, too, which it looks for itself."""
+        return running.asked.reuse == "lossy" and (disk := self._store.disk) is not None and disk.precision != "exact"
 
     def step(self, ms_per_token: float) -> None:
         """Begin to read, or take in what was read."""

@@ -106,8 +106,7 @@ def linear(
 def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], head: bool = False, even: int = 1) -> list[torch.Tensor]:
     """The same for several projections (weight, bias) of one x."""
     alike = x.device.type == "cpu" and x.numel() > 0 and all(weight.dtype in (x.dtype, torch.int8) for weight, _ in projections)
-    if alike and kernel == "onednn":
-        alike = all(bias is None or bias.dtype == x.dtype for _, bias in projections)
+    alike = alike and all(bias is None or bias.dtype == x.dtype for _, bias in projections)
     ways = [_chosen(kernel, weight, head) for weight, _ in projections] if alike else [None]
     if len(set(ways)) > 1:  # what a weight is multiplied by does not depend on those beside it
         return [part for projection in projections for part in linears(kernel, x, [projection], head, even)]

@@ -42,6 +42,14 @@ def in_order(x: torch.Tensor, weight: torch.Tensor, lanes: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize("rows", [1, 4, 20])
+@pytest.mark.parametrize(("dtype", "other"), [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
+def test_a_bias_of_another_type_is_refused_as_torch_does(dtype: torch.dtype, other: torch.dtype, rows: int) -> None:
+    weight, bias = torch.nn.Parameter(torch.ones(256, 512, dtype=dtype), requires_grad=False), torch.ones(256, dtype=other)
+    with pytest.raises(RuntimeError):
+        linear("upcast", torch.ones(rows, 512, dtype=dtype), weight, bias)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("dtype", "pairs"), WAYS)
 @pytest.mark.parametrize(("outs", "ins"), [(64, 64), (896, 896), (128, 2048), (192, 3072), (64, 4864), (1024, 1024)])
