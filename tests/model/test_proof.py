@@ -215,11 +215,18 @@ def test_a_second_load_leaves_a_busy_engine_alone(family: str, monkeypatch: pyte
     assert same(expected, meanwhile[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("family", "sound"), [("jamba", False), ("recurrent_gemma", False), ("granite_swa", True), ("lfm2", True)])
-def test_rounding_to_16_bits_hides_no_loss_of_state(family: str, sound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_hides_no_loss_of_state(family: str, sound: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixer_kernels, "install", lambda _: False)  # Jamba's reference starts anew after each piece
-    held = HFModel(families.build(family, torch.bfloat16))
+    held = HFModel(families.build(family, dtype))
     assert held.support.paged is sound, held.support.why
+    held.close()
+
+
+def test_another_choice_of_experts_is_no_loss_of_state(proofs: list[str]) -> None:
+    held = HFModel(families.build("qwen3_next", seed=1))  # on some processors rounding chooses other experts for token 18
+    assert not held.support.why
     held.close()
 
 
