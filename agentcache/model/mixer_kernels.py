@@ -35,7 +35,7 @@ def _state(held: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
 
 
 def _delta(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, initial_state: Any = None, **kw: Any) -> Any:
-    if more or len(q) > 1 or not recurrence.takes_delta(q[0], v[0]):
+    if more or len(q) > 1 or k.dtype != q.dtype or not recurrence.takes_delta(q[0], v[0]):
         return None
     if (state := _state(initial_state, v.shape[2], q.shape[3], v.shape[3])) is None:
         return None
@@ -44,13 +44,13 @@ def _delta(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, initial_state:
 
 
 def _convolution(x: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
-    if len(x) > 1 or activation not in _SILU or not recurrence.takes_convolution(rows := x[0].t(), weight):
+    if len(x) > 1 or activation not in _SILU or not recurrence.takes_convolution(rows := x[0].t(), weight, bias):
         return None
     return recurrence.convolution(rows, weight, bias, _SILU[activation]).t()[None]
 
 
 def _convolution_step(x: Any, state: Any, weight: Any, bias: Any = None, activation: Any = None) -> Any:
-    if x.shape[::2] != (1, 1) or activation not in _SILU or not recurrence.takes_convolution(x[0].t(), weight):
+    if x.shape[::2] != (1, 1) or activation not in _SILU or not recurrence.takes_convolution(x[0].t(), weight, bias):
         return None
     if state.dtype != x.dtype or state.shape[1:] != weight.shape or not state.is_contiguous():
         return None

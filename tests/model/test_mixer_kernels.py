@@ -163,3 +163,9 @@ def test_a_weight_times_columns_sees_none_beside_another(outs: int) -> None:
         whole, one_by_one = weight @ x, torch.cat([weight @ column for column in x.split(1, -1)], -1)
     assert torch.equal(whole, one_by_one)
     assert torch.allclose(whole, (weight @ x).detach(), atol=1e-4)
+
+
+def test_keys_of_another_type_are_left_to_the_reference() -> None:
+    q, v, rates = torch.ones(1, 3, 2, 32), torch.ones(1, 3, 2, 32), torch.zeros(1, 3, 2)
+    assert mixer_kernels._delta(q, q, v, rates, rates) is not None
+    assert mixer_kernels._delta(q, q.bfloat16(), v, rates, rates) is None

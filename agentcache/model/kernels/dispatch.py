@@ -117,7 +117,7 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
     if chosen is None:
         return [_by_library(kernel, x, weight, bias) for weight, bias in projections]
     parts = chosen.run(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), projections)
-    return parts if x.ndim == 2 else [part.unflatten(0, x.shape[:-1]) for part in parts]
+    return parts if x.ndim == 2 else [part.view(*x.shape[:-1], -1) for part in parts]
 
 
 def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

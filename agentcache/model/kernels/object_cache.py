@@ -52,12 +52,10 @@ class Objects:
                 folder.mkdir(mode=0o700)
             check(folder, stat.S_ISDIR)
         with locked(place):
-            if not os.path.lexists(place / "key"):
+            if not os.path.lexists(place / "key") or (place / "key").lstat().st_size != KEY_BYTES:  # no key, or what is left of one
                 put(place / "key", secrets.token_bytes(KEY_BYTES))
         check(place / "key", stat.S_ISREG)
-        self._key = (place / "key").read_bytes()
-        if len(self._key) == KEY_BYTES:
-            self._place = place
+        self._place, self._key = place, (place / "key").read_bytes()
 
     def name(self, source: str) -> str:
         """The name of this source's code."""

@@ -256,10 +256,11 @@ def _rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-def takes_convolution(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if rows x [rows, channels] and a weight [channels, taps] can be convolved here."""
-    alike = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in jit.NUMBERS and len(x) > 0
-    return alike and weight.is_contiguous() and 1 < weight.shape[1] <= 8 and _fits(x.shape[1], x.itemsize)
+def takes_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """True if rows x [rows, channels] can be convolved here with a weight [channels, taps] and a bias [channels]."""
+    known = x.device.type == "cpu" and x.dtype in jit.NUMBERS and len(x) > 0
+    alike = all(one.dtype == x.dtype and one.is_contiguous() for one in (weight, bias) if one is not None)
+    return known and alike and 1 < weight.shape[1] <= 8 and _fits(x.shape[1], x.itemsize)
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:

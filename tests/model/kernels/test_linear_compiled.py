@@ -50,6 +50,12 @@ def test_a_bias_of_another_type_is_refused_as_torch_does(dtype: torch.dtype, oth
         linear("upcast", torch.ones(rows, 512, dtype=dtype), weight, bias)
 
 
+@pytest.mark.parametrize("shape", [(512,), (1, 512), (2, 3, 512)])
+def test_rows_may_stand_in_any_shape(shape: tuple[int, ...]) -> None:
+    x, weight = torch.ones(shape), torch.ones(256, 512)
+    assert torch.equal(linear("onednn", x, weight), torch.nn.functional.linear(x, weight))
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("dtype", "pairs"), WAYS)
 @pytest.mark.parametrize(("outs", "ins"), [(64, 64), (896, 896), (128, 2048), (192, 3072), (64, 4864), (1024, 1024)])

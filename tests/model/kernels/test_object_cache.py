@@ -142,6 +142,18 @@ def test_a_folder_that_cannot_be_made_costs_a_compilation(tmp_path: Path, proces
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("left", [b"", b"half"])
+def test_what_is_left_of_a_key_is_replaced(place: Path, process: Process, left: bytes) -> None:
+    place.mkdir(mode=0o700, parents=True)
+    place.parent.chmod(0o700)
+    (place / "key").write_bytes(left)
+    (place / "key").chmod(0o600)
+    for sources in (1, 0):
+        _, compiled = process()
+        product()
+        assert len(compiled) == sources
+
+
 def test_a_full_disk_leaves_no_half_a_file(place: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     process()
 

@@ -152,9 +152,12 @@ def test_a_selective_scan_is_that_of_transformers(dtype: torch.dtype, channels: 
 
 def test_what_no_kernel_takes() -> None:
     weight = torch.randn(64, 4)
-    assert recurrence.takes_convolution(torch.randn(3, 64), weight)
+    for bias in (None, torch.randn(64)):
+        assert recurrence.takes_convolution(torch.randn(3, 64), weight, bias)
     for x, w in ((torch.randn(3, 60), weight[:60]), (torch.randn(0, 64), weight), (torch.randn(3, 64).half(), weight)):
-        assert not recurrence.takes_convolution(x, w)
+        assert not recurrence.takes_convolution(x, w, None)
+    for bias in (torch.randn(64).half(), torch.randn(1).expand(64), torch.randn(64, 2)[:, 0]):
+        assert not recurrence.takes_convolution(torch.randn(3, 64), weight, bias)
     q, v = torch.randn(3, 2, 32), torch.randn(3, 4, 32)
     assert recurrence.takes_delta(q, v)
     for queries, values in ((q[:, :, :30], v), (q, v[:, :3]), (q, v[:, :, :30]), (q[:0], v[:0]), (q.double(), v.double())):
