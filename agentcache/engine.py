@@ -193,8 +193,7 @@ class Engine(ProcessOwned, Documents):
         )  # fmt: skip
         running = self._running(asked, account, guide)
         finish: Callable[[Running], Completion] = self._completions.finish
-        if session not in (None, ""):
-            finish = self._groups.sessions.follow(running, session, finish)
+        finish = finish if session in (None, "") else self._groups.sessions.follow(running, session, finish)
         if accepted == "approximate":
             running.ranges = self.approximate.begin(running, reuse)
         self.store.forget_late(namespace, received, self._forget_texts)
@@ -334,25 +333,26 @@ class Engine(ProcessOwned, Documents):
             filled, layout = at_multiple(layout, self.model.support.unit)
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
-        sampling = fitted(Sampling(max_tokens=1), filled, self.model)
         asked = Asked(
-            filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress,
-            adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,
+            filled, namespace, fitted(Sampling(max_tokens=1), filled, self.model), self._stop_ids, received, called, fill_only=True,
+            on_progress=on_progress, adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,
         )  # fmt: skip
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
         self.scheduler.check_caller()
         running = self._running(asked, opened)
         self.store.forget_late(namespace, received, self._forget_texts)
-        names = [tool_name(tool) for tool in tools]
         try:
             self.scheduler.submit(running)
             deque(Stream(running, None), maxlen=0)
-            listed = tuple(sorted(names) if tools_order == "sorted" else names)
+            listed = tuple(map(tool_name, sorted(tools, key=tool_name) if tools_order == "sorted" else tools))
             admit = partial(self._policy.check_pins, adapter) if self._policy is not None else None
-            return self._groups.hold(running, layout, name, listed, called, tuple(sources), admit)
+            held = self._groups.hold(running, layout, name, listed, called, tuple(sources), admit)
         except BaseException:
             self._groups.abandon(running, layout)
             raise
+        if self._approximate is not None:
+            self._approximate.note(layout, held.scope, received)
+        return held
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""

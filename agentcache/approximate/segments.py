@@ -26,8 +26,9 @@ from ..plan import Attach
 from ..request import Running
 from ..scheduler import Scheduler
 from ..store.entry import Match
-from ..store.keys import Ids, Scope
-from ..types import Precision, Reason, Refusal, Reuse, Segment, check_reuse
+from ..store.heard_deletions import Moment
+from ..store.keys import Ids, Scope, as_ids
+from ..types import Layout, Precision, Reason, Refusal, Reuse, Segment, check_reuse
 from .calibrations import Calibrations, Given
 from .drift_monitor import DriftMonitor
 from .minhash import TAU
@@ -89,6 +90,12 @@ class Segments:
         elif self._text is None and self.store.disk is not None:
             self._text = MinHashIndex(self.store, tau or TAU)
 
+    def note(self, layout: Layout, scope: Scope, received: Moment) -> None:
+        """Index the text of a pinned prefix: later processes, and requests once it has left memory, find it at other positions."""
+        self._sign(None)
+        if self.text is not None:
+            self.text.note(scope, as_ids(layout.ids), windows(layout, partial(self._texts, namespace=scope.namespace)), received)
+
     def _switch_off(self, why: str) -> None:
         self.off = why
         self.store.clear(grade="approximate")  # no request takes them any more
@@ -129,8 +136,7 @@ class Segments:
         reuse = SegmentReuse(self, running, calibrations)
         scope = self._lifecycle.matching.scope(running)
         if scope is not None and self.text is not None:
-            texts = partial(self._texts, namespace=asked.namespace)
-            reuse.windows = windows(asked.layout, texts, reuse.known_tokens(scope))
+            reuse.windows = windows(asked.layout, partial(self._texts, namespace=asked.namespace), reuse.known_tokens(scope))
         return reuse
 
 
@@ -258,8 +264,7 @@ class SegmentReuse:
         held = bool(calibration.probe or (calibration.share and self._model.stepped))
         attach(self._model, running.sequence, self._steps, running.scope.regime, held)
         if calibration.choice == "question" and calibration.share and self._model.stepped:
-            ids, regime = running.ids.all, running.scope.regime
-            self._asked = asked_for(self._model, running.sequence, ids, self._steps, regime, calibration.share)
+            self._asked = asked_for(self._model, running.sequence, running.ids.all, self._steps, running.scope.regime, calibration.share)
         running.account.record_segments(tuple(self._segments))
         self.scope = near_scope(running.scope, calibration)
         self.advance()
@@ -319,8 +324,7 @@ class SegmentReuse:
         if not (count := round(calibration.share * (span.stop - span.start))):
             return []
         assert running.scope is not None
-        ids = running.ids.all[span.start : span.stop]
-        deviation = _deviations(self._model, sequence, ids, span.start, running.scope.regime)
+        deviation = _deviations(self._model, sequence, running.ids.all[span.start : span.stop], span.start, running.scope.regime)
         return sorted((deviation.topk(count).indices + span.start).tolist())
 
     # -- choosing and ending ---------------------------------------------------------------------------------------

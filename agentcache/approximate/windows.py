@@ -38,6 +38,8 @@ _ANCHOR = re.compile(
     re.MULTILINE,
 )
 
+_HEADER = re.compile(r"[^\n]{0,64}\n\s*(?:<(?:tool_response|function_results?)>\s*)?")  # of a message, where it has a line of its own
+
 _WORD = re.compile(
     r"([0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12})"  # uuid
     r"|(\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?|\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?)"  # date, time of day
@@ -149,7 +151,7 @@ class _Part:
 
     def anchors(self) -> list[int]:
         """In order; one that follows another closely gives way, whichever of them it is, so that anchors do not depend on ones far away."""
-        exact = {span.start for span in self._layout.spans} | {self._token(char) for char in self._schemas()}
+        exact = {span.start for span in self._layout.spans} | {self._token(char) for char in (*self._schemas(), *self._contents())}
         found, last = set(exact), -CLOSE
         for match in _ANCHOR.finditer(self._text):
             paragraph = match[1] is not None
@@ -158,6 +160,14 @@ class _Part:
                 found.add(token)
             last = token
         return [token for token in sorted(found) if self.first <= token < self._stop]
+
+    def _contents(self) -> Iterator[int]:
+        """Characters at which the texts of messages start: they stand elsewhere without this header."""
+        for span in self._layout.spans:
+            if span.kind != "tools" and self._from <= span.start and span.start < self._stop:
+                header = _HEADER.match(self._text, self._char(span.start), self._char(min(span.stop, self._stop)))
+                if header is not None:
+                    yield header.end()
 
     def _schemas(self) -> Iterator[int]:
         """Characters at which the single schemas start in the tools' text."""

@@ -492,6 +492,30 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     assert wanted == [()], "it all stands in what is asked last"
 
 
+@pytest.mark.parametrize("left", ["process", "memory"])
+def test_learnt_texts_are_found_on_disk_at_other_positions(left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
+    model, tokenizer, fingerprint = tiny_model()
+    texts = [DOC, DOC.replace("harbour", "lighthouse")]
+    asked = [{"role": "user", "content": "\n\n".join(["New.", *reversed(texts), "And?"])}, {"role": "user", "content": "Why?"}]
+
+    def opened() -> Engine:
+        return Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=calibration(fingerprint=fingerprint))
+
+    with opened() as engine:
+        engine.learn(texts, pack_tokens=1)
+        engine.flush()
+        if left == "memory":
+            engine.store.clear()
+            receipt = engine.generate(asked, sampling=GREEDY).receipt
+    if left == "process":
+        with opened() as engine:
+            receipt = engine.generate(asked, sampling=GREEDY).receipt
+    assert len(receipt.segments) == 2
+    assert receipt.cached_tokens > 0.9 * receipt.prompt_tokens
+    assert receipt.disk_bytes > 0
+
+
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 def test_lossy_pages_serve_where_the_calibration_measured_them(stored: Precision, tmp_path: Path) -> None:
     model, tokenizer, fingerprint = tiny_model()

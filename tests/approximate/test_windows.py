@@ -104,6 +104,15 @@ def test_equal_text_behind_equal_anchors_has_equal_windows() -> None:
     assert [window.stop - window.start for window in one] == [WINDOW] * len(one)
 
 
+@pytest.mark.parametrize("header", ["<|im_start|>user\n", "<|im_start|>user\n<tool_response>\n", "<|header|>\n\n"])
+def test_the_text_of_a_message_has_windows_without_header(header: str) -> None:
+    text = prose(9, 200)
+    [one, other] = [windows(prompt(f"{before}{text}"), texts) for before in (header, f"{prose(1, 37)}:\n\n")]
+    inside = [window.words for window in one if window.words[0] == text.split()[0]]
+    assert inside
+    assert {window.words for window in one[-3:]} | {*inside} <= {*said(other)}
+
+
 def test_a_window_knows_what_stands_left_of_it() -> None:
     [first, *_, last] = windows(prompt(prose(1, 200)), texts)
     assert first.left == ()
