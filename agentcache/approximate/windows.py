@@ -4,6 +4,7 @@ Windows start at anchors, and every `stride` tokens after one up to the next: eq
 it stands. Words are canonical for finding only (case, white space; times, ids, long numbers masked); reuse compares tokens.
 
     anchors     messages · tools, each schema · Thought / Action / Action Input / Observation · tool results · documents · paragraphs
+                · long texts in JSON
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a
 CLOSE = 8  # an anchor so near after another one is none
 
 _ANCHOR = re.compile(
-    r"((?<=\n)[ \t]*\n+)"  # a paragraph
+    r"((?<=\n)[ \t]*\n+|[:\[,][ \t]*\"(?=[^\"\n]{64}))"  # a paragraph, or a long text in JSON
     r"|^[ \t]*(?:Action Input|Action|Thought|Observation)[ \t]*\d*[ \t]*:"
     r"|<tool_response>|<function_results?>|<\|tool\|>|\[TOOL_RESULTS\]"
     r"|<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]"
@@ -152,10 +153,13 @@ class _Part:
     def anchors(self) -> list[int]:
         """In order; one that follows another closely gives way, whichever of them it is, so that anchors do not depend on ones far away."""
         exact = {span.start for span in self._layout.spans} | {self._token(char) for char in (*self._schemas(), *self._contents())}
+        schemas = [range(span.start, span.stop) for span in self._layout.spans if span.kind == "tools"]
         found, last = set(exact), -CLOSE
         for match in _ANCHOR.finditer(self._text):
             paragraph = match[1] is not None
             token = self._token(match.end() if paragraph else match.start() + len(match.group()) - len(match.group().lstrip()))
+            if match[0].endswith('"') and any(token in each for each in schemas):
+                continue  # they have anchors of their own
             if token - last >= (2 * CLOSE if paragraph else CLOSE) and exact.isdisjoint(range(token - CLOSE + 1, token + 1)):
                 found.add(token)
             last = token

@@ -89,8 +89,14 @@ def test_anchors_of_messages_schemas_results_and_documents() -> None:
 
 
 def test_schemas_are_anchors_where_no_span_says_so() -> None:
-    text = " ".join(f'{{"type": "function", "function": {{"name": "f{i}", "description": "{prose(i, 12)}"}}}}' for i in range(3))
+    text = " ".join(f'{{"type": "function", "function": {{"name": "f{i}", "description": "{prose(i, 6)}"}}}}' for i in range(3))
     assert at_anchors(prompt(f"{prose(1, 20)} {text}")) == [prose(1, 1), "{", "{", "{"]
+
+
+def test_long_texts_in_json_results_are_anchors() -> None:
+    results = ", ".join(f'{{"id": {i}, "text": "{prose(i, 20)}"}}' for i in range(3))
+    layout = prompt(f"{prose(1, 20)} [{results}]", prose(2, 20))
+    assert at_anchors(layout) == [prose(1, 1), *(prose(i, 1) for i in range(3)), prose(2, 1)]
 
 
 def test_equal_text_behind_equal_anchors_has_equal_windows() -> None:
