@@ -26,11 +26,13 @@ KNOWN = 1024  # sessions and namespaces that are remembered
 TRUST = 3  # times in a row to be wrong until nothing is read
 
 Key = tuple[str, str, str]  # namespace, name and fingerprint of a session
-Chain = tuple[Scope, Ids]
+Chain = tuple[Scope, Ids, bytes]
 
 
 class ReadAhead:
-    """Reads for one engine: `asked` from any thread, `step` on the device's. chain: scope and ids of a session; None: not known here."""
+    """Reads for one engine: `asked` from any thread, `step` on the device's. chain: scope, ids and last page key of a session;
+    None: not known here.
+    """
 
     def __init__(self, store: Store, spec: KVSpec, chain: Callable[[Key], Chain | None]) -> None:
         self._store, self._spec, self._chain = store, spec, chain
@@ -38,10 +40,13 @@ class ReadAhead:
         self._next: OrderedDict[Key, Key] = OrderedDict()  # after a session; after (namespace, "", ""), the last one
         self._trust = 1
         self._due: tuple[Running, Key] | None = None  # once that is filled, the session's pages are read
-        self._reading: tuple[PagePrefetch, Key] | None = None
+        self._reading: tuple[PagePrefetch, Key, bytes] | None = None
 
-    def asked(self, running: Running, key: Key) -> None:
-        """Learn that a session is asked; the request goes on with what is being read for it."""
+    def asked(self, running: Running, key: Key, tip: bytes) -> None:
+        """Learn that a session is asked; the request goes on with what is being read for it.
+
+        tip: key of the page that ends the session's last answer, whoever gave it; empty if the prompt does not go on from there.
+        """
         with self._lock:
             before = self._next.pop(last := (key[0], "", ""), key)
             self._next[last] = key
@@ -51,7 +56,7 @@ class ReadAhead:
                 self._next[before] = key
             while len(self._next) > KNOWN:
                 self._next.popitem(last=False)
-            if self._reading is not None and self._reading[1] == key and not self._fewer(running):
+            if self._reading is not None and self._reading[1:] == (key, tip) and not self._fewer(running):
                 running.prefetch, running.looked = self._reading[0], True
                 running.prefetch.hand_over()
                 self._reading = None
@@ -72,7 +77,7 @@ class ReadAhead:
             elif self._due is not None and self._due[0].filled:
                 key, self._due = self._due[1], None
                 if (known := self._chain(key)) is not None and 2 * len(known[1]) * self._spec.token_bytes <= self._store.budget_bytes:
-                    scope, ids = known
+                    scope, ids, tip = known
                     query = PageQuery(scope, np.append(ids, ids[-1:]), ms_per_token, self._spec)  # a lookup leaves out the last
                     reading = self._store.prefetch(query, lambda: None)
-                    self._reading = (reading, key) if reading is not None else None
+                    self._reading = (reading, key, tip) if reading is not None else None

@@ -98,14 +98,15 @@ class Sessions:
             return finish
         scope, ids = Scope(asked.namespace, fingerprint_of(weights, asked.adapter), regime), running.ids.array()
         prompt_key = chain(scope.root, ids)[-1].hex()
-        records = self._records(asked.namespace, name)
+        records, tip = self._records(asked.namespace, name), b""
         if (known := records.get(scope.fingerprint)) is not None:
             word = "exact" if known.prompt_key == prompt_key else "extend" if _begins(scope, ids, known) else "diverge"
             running.account.record_resumed(word)
+            tip = known.tip if word != "diverge" else b""
         elif records:
             running.account.record_note(f"session {name!r} was recorded under other weights or another adapter: it begins anew")
         if self._read_ahead is not None:
-            self._read_ahead.asked(running, (asked.namespace, name, scope.fingerprint))
+            self._read_ahead.asked(running, (asked.namespace, name, scope.fingerprint), tip)
         return partial(self._answered, name, named.lease_s, prompt_key, finish)
 
     def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
@@ -218,7 +219,7 @@ class Sessions:
 
     def _chain(self, key: Key) -> Chain | None:
         held = self._held.get(key)
-        return None if held is None or held.ids is None else (held.group.scope, held.ids)
+        return None if held is None or held.ids is None else (held.group.scope, held.ids, held.group.tip)
 
     def _drop_splices(self, namespace: str, names: Iterable[str]) -> None:
         """Forget the own ids of answers on disk, those on their way too, but for answers that other sessions tell of."""
@@ -299,7 +300,8 @@ class Sessions:
             for key in [key for key in self._held if key[:2] == (namespace, name)]:
                 self._unpin(self._held.pop(key))
         if disk := self._store.disk:
-            disk.writer.after(lambda: disk.index.drop_group(namespace, SESSION + name))
+            now = time.time()
+            disk.writer.insist(lambda: disk.index.drop_group(namespace, SESSION + name, until=now))
         for one in gone.values():
             self._retire(one, (*one.page_keys, *one.superseded))
 
@@ -377,7 +379,7 @@ class Sessions:
                     disk.forget(list(session_rows.retire(disk.index, keys, group.fingerprint)), group.fingerprint)
                     disk.index.database.empty_log()
 
-                disk.writer.after(forget)
+                disk.writer.insist(forget)
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

@@ -155,6 +155,18 @@ def test_a_request_takes_over_what_is_being_read(agents: Agents, reading: HeldRe
     assert len(reading.keys) == len(set(reading.keys)), "a page was read twice"
 
 
+def test_a_request_that_diverges_asks_the_disk_itself(agents: Agents, reading: HeldRead) -> None:
+    branch = [*agents.talks["bob"][:2], *chat("", long_text(100, 99), "And then?")[2:]]
+    agents.engine.generate(branch, sampling=decode(1))
+    assert agents.engine.flush(60.0)
+    agents.engine.store.clear()
+    stream = agents.engine.session("bob").stream(branch, sampling=decode(4))
+    reading.goes_on.set()
+    receipt = stream.completion.receipt
+    assert receipt.resumed == "diverge"
+    assert receipt.cached_tokens >= receipt.prompt_tokens - 40
+
+
 def test_a_request_for_fewer_bits_asks_the_disk_itself(agents: Agents, queries: list[Any], reading: HeldRead) -> None:
     assert agents.engine.store.disk
     agents.engine.store.disk.precision = "int8"  # as where turns of idle sessions are stored so
@@ -212,5 +224,5 @@ def test_what_is_remembered_of_an_order_is_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(read_ahead, "KNOWN", 8)
     ahead = read_ahead.ReadAhead(None, None, None)
     for number in range(40):
-        ahead.asked(None, (f"namespace {number // 2}", f"session {number}", "weights"))
+        ahead.asked(None, (f"namespace {number // 2}", f"session {number}", "weights"), b"")
         assert sum(len(known) for known in vars(ahead).values() if isinstance(known, dict)) <= 8

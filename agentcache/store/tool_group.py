@@ -78,10 +78,12 @@ class ToolGroup:
         return bool(self.lease_end) or not other.lease_end
 
     def merge(self, known: ToolGroup | None) -> ToolGroup:
-        """The later of two answers of a session, whoever recorded it first, with the other's pages as superseded; else this group."""
-        if known is None or not self.lease_end:
+        """The later of the two, whoever recorded it first; of two answers of a session with the other's pages as superseded."""
+        if known is None:
             return self
         before, last = sorted((known, self), key=lambda one: one.recorded)
+        if not self.lease_end:
+            return last
         left = before.superseded if before is self else ()  # else the later one has them
         left = tuple(dict.fromkeys(key for key in (*left, *before.page_keys, *last.superseded) if key not in last.page_keys))
         return replace(last, superseded=left, splices=tuple(dict.fromkeys((*before.splices, *last.splices))))

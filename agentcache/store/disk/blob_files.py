@@ -213,7 +213,16 @@ def in_memory(fd: int, size: int) -> bool:
 
 
 def map_file(fd: int, size: int) -> mmap.mmap:
-    """All of a file as memory that no write goes back from. The file may be deleted while it lives, but never be cut short."""
+    """All of a file as memory that no write goes back from. The file may be deleted while it lives, but never be cut short.
+
+    OSError: half of the files that this process may open are open. Each map keeps one, and the other half is for all else.
+    """
+    if sys.platform == "linux":
+        from resource import RLIMIT_NOFILE, getrlimit
+
+        os.close(next_fd := os.dup(fd))  # the lowest free number, which the map's copy gets
+        if next_fd >= getrlimit(RLIMIT_NOFILE)[0] // 2 >= 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
 
 

@@ -80,7 +80,7 @@ class DiskTier:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
             self.deletions.generation = self.index.generation()
             self._known_rate = replace(self.read_rate)  # as the next process knows it
-            self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
+            self.leases = Leases(self.index, self.process, lambda job: self.writer.insist(job))
             made = WriteBudget(options.write_bytes_per_hour), self.index.touch, self.leases.awaited, self.deletions
             self.writer = Writer(self._save, *made)
         except BaseException:  # no more threads, perhaps
@@ -302,26 +302,25 @@ class DiskTier:
         try:
             self.forget(keys, scope.fingerprint, scope.precision)
         except StoreError:
-            self.writer.after(lambda: self.forget(keys, scope.fingerprint, scope.precision))
+            self.writer.insist(lambda: self.forget(keys, scope.fingerprint, scope.precision))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
         """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.
 
         again: in place of a pin of that name. On the writing thread.
         """
-        held: list[int] = []
+        pins = self._pinned.setdefault(name, [])
+        if again and pins:
+            self.index.release_pins(pins[0], self.process)
+            pins.pop(0)
+        pins.append(held := [])  # at once: what is pinned until the disk is full is released, too
         for _ in range(TRIES):
-            found = self.index.pin([entry.row for entry in path if entry.row and entry.row not in held], self.process)
-            held += found
+            held += self.index.pin([entry.row for entry in path if entry.row and entry.row not in held], self.process)
             missing = [entry for entry in path if entry.row not in held]
             for entry in missing:
                 entry.row = 0
             if not missing or not self.writer.write(missing):
                 break
-        earlier = self._pinned.setdefault(name, [])
-        if again and earlier:
-            self.index.release_pins(earlier.pop(0), self.process)
-        earlier.append(held)
         blob_files.remove(self.folder, self.index.promote(held, Role.GROUP))
 
     def holds(self, name: Hashable) -> set[int]:
@@ -329,13 +328,9 @@ class DiskTier:
         return {row for held in self._pinned.get(name, ()) for row in held}
 
     def release_pin(self, name: Hashable) -> None:
-        """Take back the first pin of that name, later where that fails; no effect if there is none."""
+        """Take back the first pin of that name; no effect if there is none."""
         if held := self._pinned.get(name):
-            try:
-                self.index.release_pins(held[0], self.process)
-            except StoreError:  # a full disk, or one that others are busy with
-                self.writer.after(lambda: self.release_pin(name))
-                raise
+            self.index.release_pins(held[0], self.process)
             held.pop(0)
 
     def count(self, counts: Mapping[str, int]) -> None:

@@ -77,9 +77,9 @@ class Leases:
         self._after(lambda: self._release(key, fingerprint))
 
     def _release(self, key: bytes, fingerprint: str) -> None:
+        self._give_back(key, fingerprint)
         for prefixes in (self._computed, self._held):
             prefixes.discard((key, fingerprint))
-        self._give_back(key, fingerprint)
 
     def _give_back(self, key: bytes, fingerprint: str) -> None:
         """Delete a row of this process."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...errors import FAULTS
+from ...errors import FAULTS, StoreBusyError, StoreFullError
 from ...kv import PAGE_TOKENS, Page
 from ...openmp import use_one_thread
 from ..deletion import Deletion
@@ -159,6 +159,18 @@ class Writer:
             if not self._closing and (vital or len(self._jobs) < QUEUED_JOBS):
                 self._jobs.append((next(self._numbers), job))
                 self._changed.notify_all()
+
+    def insist(self, job: Callable[[], object]) -> None:
+        """Run `job` as `after` does, and again as long as the disk is full, or other processes are busy with it."""
+
+        def tried() -> None:
+            try:
+                job()
+            except (StoreBusyError, StoreFullError):
+                self.after(tried)
+                raise
+
+        self.after(tried)
 
     def discard(self, keys: frozenset[bytes]) -> None:
         """Forget pages that turned out to be wrong; one that is being written now is on disk once this returns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -454,3 +455,18 @@ def test_without_room_for_maps_it_is_read(folder: Folder, monkeypatch: pytest.Mo
     found = read_page(folder, written)
     assert own_memory(found)
     assert same_numbers(found, original, 512)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are mapped on Linux")
+@pytest.mark.usefixtures("mapping")
+def test_pages_leave_half_of_all_open_files(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    written = blob_io.write(folder, unstored_row(), noise_page())
+    fd, _ = blob_files.open_file(folder, written.blob)
+    os.close(fd)  # the number that the next file gets
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * fd + 12, 2 * fd + 12))
+    pages = [read_page(folder, written) for _ in range(9)]
+    assert 1 < len([page for page in pages if not own_memory(page)]) < 7
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert not own_memory(read_page(folder, written))

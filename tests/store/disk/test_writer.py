@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from agentcache.store.disk import blob_io
+from agentcache.errors import StoreBusyError, StoreError, StoreFullError
+from agentcache.store.disk import blob_io, writer
 from agentcache.store.entry import Entry
 from agentcache.store.keys import Scope, as_ids
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests.engines import MB
+from tests.store.stocked_store import manifest_of
 from tests.store.stored_pages import noise_page, read_page, same_numbers
 
 SCOPE = Scope("tests", "weights")
@@ -153,3 +155,70 @@ def test_a_prefix_released_during_a_flush_is_not_pinned(store: Store, monkeypatc
     monkeypatch.setattr(store, "_unwritten", then_released)
     store.flush()
     assert index.pinned() == set()
+
+
+def failing_first(inner: Callable[..., Any], *errors: StoreError) -> Callable[..., Any]:
+    """The same function, whose first calls raise these."""
+    left = list(errors)
+
+    def called(*given: Any, **more: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return inner(*given, **more)
+
+    return called
+
+
+@pytest.mark.parametrize("error", [StoreFullError, StoreBusyError])
+def test_a_manifest_is_written_once_the_disk_takes_it(store: Store, monkeypatch: pytest.MonkeyPatch, error: type[StoreError]) -> None:
+    assert store.disk
+    index = store.disk.index
+    monkeypatch.setattr(writer, "PAUSE_S", 0.0)
+    monkeypatch.setattr(index, "put_group", failing_first(index.put_group, error("no"), error("no")))
+    store.record(manifest_of(IDS, "first", SCOPE))
+    store.record(manifest_of(IDS, "second", SCOPE))
+    assert not store.flush()
+    assert store.flush()
+    assert {group.name for group in index.groups()} == {"first", "second"}
+
+
+def test_a_manifest_that_had_to_wait_replaces_no_later_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    index = store.disk.index
+    monkeypatch.setattr(writer, "PAUSE_S", 0.0)
+    monkeypatch.setattr(index, "put_group", failing_first(index.put_group, StoreFullError("no")))
+    earlier, later = (manifest_of(ids, "group", SCOPE) for ids in (IDS[:100], IDS))
+    store.record(earlier)
+    store.record(later)
+    assert not store.flush()
+    assert store.flush()
+    assert index.group(later.namespace, "group", later.fingerprint) == later
+
+
+def test_pins_of_a_prefix_that_did_not_fit_are_released(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    index, ids = store.disk.index, as_ids(range(600))
+    monkeypatch.setattr(writer, "PAUSE_S", 0.0)
+    store.admit(SCOPE, ids, [noise_page(), noise_page(tokens=88)], "n")
+    assert store.flush()
+    index.remove([list(index.rows())[-1].id])  # as another process that needed room
+    monkeypatch.setattr(blob_io, "write", failing_first(blob_io.write, *[StoreFullError("no")] * 9))
+    assert store.pin(SCOPE, ids) == 2
+    assert not store.flush()
+    assert index.stats()["pins"] == 1
+    store.release_pin(SCOPE.pin_name(ids))
+    store.flush()
+    assert index.stats()["pins"] == 0
+
+
+def test_a_lease_ends_once_the_disk_takes_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    index, leases = store.disk.index, store.disk.leases
+    monkeypatch.setattr(writer, "PAUSE_S", 0.0)
+    assert leases.take(b"prefix", "weights") is None
+    assert store.flush()
+    monkeypatch.setattr(index.database, "write", failing_first(index.database.write, StoreFullError("no")))
+    leases.release(b"prefix", "weights")
+    assert not store.flush()
+    assert store.flush()
+    assert (index.stats()["leases"], leases.held) == (0, frozenset())
