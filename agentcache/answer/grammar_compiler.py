@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, ToolSchemaError
@@ -75,8 +75,8 @@ class GrammarCompiler:
     def _compile(self, grammar: str, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], library: Any) -> Compiled:
         self._check_patterns(constraint, tools)
         tokenizer, vocabulary = self._tokens_of(library)
-        if constraint.regex is not None:
-            vocabulary = vocabulary.of_regex(constraint.regex)
+        patterns = dict.fromkeys(pattern for schema in (constraint.schema, *tools.values()) for pattern in _all_patterns(schema))
+        vocabulary = vocabulary.of_grammar(constraint.regex, list(patterns))
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise self._refused(constraint, tools, matcher.get_error(), library)
@@ -212,6 +212,21 @@ def _patterns(schema: Any) -> Counter[str]:
     return found
 
 
+def _all_patterns(schema: Any) -> Iterator[str]:
+    """Every pattern in a schema, of values and of names."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key == "pattern" and isinstance(value, str):
+                yield value
+            elif key == "patternProperties" and isinstance(value, Mapping):
+                yield from value
+            yield from _all_patterns(value)
+    elif isinstance(schema, (list, tuple)):
+        for value in schema:
+            yield from _all_patterns(value)
+
+
 def _short(text: str) -> str:
-    line = " ".join(re.split(r"\n\s*\d+ \|", text)[0].split())  # without the lines of our grammar that it shows
+    line = " ".join(re.split(r"\n\s*\d+ \||<state>", text)[0].split())  # without our grammar's lines and the parser's state
+    line = re.sub("Enable 'coerce_one_of'.*", "Write anyOf instead", line)
     return line if len(line) <= 300 else line[:300] + " ..."
