@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..types import Constraint
 from .call_forms import CallForm
-from .tag_values import choices, is_text, meant, shown
+from .tag_values import choices, dereferenced, is_text, meant, shown
 
 Thinking = Literal["none", "may", "open"]  # whether a thought may come first; open: the prompt has begun one
 
@@ -25,12 +25,18 @@ _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid
 _COUNTS = frozenset(f"{most}{what}" for most in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
 _ANY = r"(.|\n)*"
 _MARK = re.compile(r"<[^<>]*>")
+_NO_NAME, _NO_KEYWORD = re.compile(r'[\n"<>]'), re.compile(r"""[\n"'<>:,={}()\[\]]""")
 _CONTROL = r"[\x00-\x08\x0b-\x1f]"  # that no reader of quoted texts takes
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """A tool's parameters as the schema that its arguments are held to."""
-    return closed({"type": "object", "properties": {}, **(parameters or {})})
+    return closed({"type": "object", "properties": {}, **dereferenced(parameters or {})})
+
+
+def unwritable(name: str, form: CallForm) -> bool:
+    """Whether the name of an argument would be taken for something else where it is no JSON."""
+    return not name or name != name.strip() or bool((_NO_NAME if form.comma is None else _NO_KEYWORD).search(name))
 
 
 def closed(schema: Any, close: bool = True) -> Any:

@@ -42,6 +42,13 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
+def dereferenced(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a tool's arguments with properties of its own, where all of it is a reference."""
+    if "properties" in parameters:
+        return parameters
+    return {**{key: parameters[key] for key in ("$defs", "definitions") if key in parameters}, **_resolved(parameters, parameters)}
+
+
 def meant(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same, and of "a text or null" the text: what is null is left out."""
     found = _resolved(schema, root)
@@ -63,6 +70,7 @@ def is_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
 
 def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """The value that a parameter's text spells, by the schema of the tool's arguments; what spells none stays text."""
+    schema = dereferenced(schema)
     each = meant((schema.get("properties") or {}).get(key, {}), schema)
     for choice in choices(each) or ():
         if text == shown(choice):
