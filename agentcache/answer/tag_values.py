@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 TRIES = 100  # of Python's parser
 
@@ -34,9 +35,10 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
             return {}
         if isinstance(many := schema.get("allOf"), list) and len(many) == 1:
             schema = many[0]
-        elif isinstance(name := schema.get("$ref"), str) and name.startswith(("#/$defs/", "#/definitions/")):
-            _, kind, key = name.split("/", 2)
-            schema = (root.get(kind) or {}).get(key)
+        elif isinstance(name := schema.get("$ref"), str) and name.startswith("#"):
+            schema = root
+            for key in unquote(name).split("/")[1:]:
+                schema = schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
         else:
             break
     return schema if isinstance(schema, Mapping) else {}
@@ -65,7 +67,7 @@ def is_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
             return any(is_text(_resolved(branch, root), root) for branch in branches)
-    return not schema.keys() & {"properties", "items"}
+    return not schema.keys() & {"properties", "items", "allOf", "$ref"}
 
 
 def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
