@@ -9,14 +9,14 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, ToolSchemaError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Tool
 from .call_forms import CallForm
-from .grammar_rules import Thinking, arguments_schema, grammar
+from .grammar_rules import Thinking, arguments_schema, grammar, unwritable
 from .guide import Compiled, Guide
 from .vocabulary import LONGEST, Vocabulary
 
@@ -74,9 +74,10 @@ class GrammarCompiler:
 
     def _compile(self, grammar: str, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], library: Any) -> Compiled:
         self._check_patterns(constraint, tools)
+        self._check_arguments(tools)
         tokenizer, vocabulary = self._tokens_of(library)
-        if constraint.regex is not None:
-            vocabulary = vocabulary.of_regex(constraint.regex)
+        patterns = dict.fromkeys(pattern for schema in (constraint.schema, *tools.values()) for pattern in _all_patterns(schema))
+        vocabulary = vocabulary.of_grammar(constraint.regex, list(patterns))
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise self._refused(constraint, tools, matcher.get_error(), library)
@@ -110,6 +111,18 @@ class GrammarCompiler:
                 raise kind(
                     f"{what}: {place or 'its value'} must match {count} patterns at once, at most {PATTERNS} can be enforced: join them"
                 )
+
+    def _check_arguments(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse arguments that a form without JSON cannot write, or could not be read in."""
+        if self.form.argument is None:
+            return
+        for name, schema in tools.items():
+            if not schema["properties"] and (ways := [key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema]):
+                raise ToolSchemaError(
+                    f"tool {name!r}: this model's calls name their arguments, and {ways[0]!r} does not: give it properties"
+                )
+            if wrong := [key for key in schema["properties"] if unwritable(key, self.form)]:
+                raise ToolSchemaError(f"tool {name!r}: its argument {wrong[0]!r} cannot be written in this model's calls: rename it")
 
     def _refused(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], why: str, library: Any) -> Exception:
         for name, schema in tools.items():
@@ -193,7 +206,7 @@ def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int], form:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
-    exits = (form.argument[2] if form.argument else "", form.answer[1])
+    exits = (form.argument[2] if form.argument else "", form.answer[1], form.quotes[1] if form.quotes else "")
     vocabulary = Vocabulary(tokens, encode, ends, thought=form.thought[1], exits=exits)
     return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends), vocabulary
 
@@ -212,6 +225,21 @@ def _patterns(schema: Any) -> Counter[str]:
     return found
 
 
+def _all_patterns(schema: Any) -> Iterator[str]:
+    """Every pattern in a schema, of values and of names."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key == "pattern" and isinstance(value, str):
+                yield value
+            elif key == "patternProperties" and isinstance(value, Mapping):
+                yield from value
+            yield from _all_patterns(value)
+    elif isinstance(schema, (list, tuple)):
+        for value in schema:
+            yield from _all_patterns(value)
+
+
 def _short(text: str) -> str:
-    line = " ".join(re.split(r"\n\s*\d+ \|", text)[0].split())  # without the lines of our grammar that it shows
+    line = " ".join(re.split(r"\n\s*\d+ \||<state>", text)[0].split())  # without our grammar's lines and the parser's state
+    line = re.sub("Enable 'coerce_one_of'.*", "Write anyOf instead", line)
     return line if len(line) <= 300 else line[:300] + " ..."

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..types import Constraint
 from .call_forms import CallForm
-from .tag_values import choices, is_text, meant, shown
+from .tag_values import choices, dereferenced, is_text, meant, shown
 
 Thinking = Literal["none", "may", "open"]  # whether a thought may come first; open: the prompt has begun one
 
@@ -25,35 +25,43 @@ _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid
 _COUNTS = frozenset(f"{most}{what}" for most in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
 _ANY = r"(.|\n)*"
 _MARK = re.compile(r"<[^<>]*>")
+_NO_NAME, _NO_KEYWORD = re.compile(r'[\n"<>]'), re.compile(r"""[\n"'<>:,={}()\[\]]""")
 _CONTROL = r"[\x00-\x08\x0b-\x1f]"  # that no reader of quoted texts takes
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """A tool's parameters as the schema that its arguments are held to."""
-    return closed({"type": "object", "properties": {}, **(parameters or {})})
+    return closed({"type": "object", "properties": {}, **dereferenced(parameters or {})})
 
 
-def closed(schema: Any) -> Any:
+def unwritable(name: str, form: CallForm) -> bool:
+    """Whether the name of an argument would be taken for something else where it is no JSON."""
+    return not name or name != name.strip() or bool((_NO_NAME if form.comma is None else _NO_KEYWORD).search(name))
+
+
+def closed(schema: Any, close: bool = True) -> Any:
     """The schema with no other properties in objects that name theirs, where it does not say; equal or narrower, never wider.
 
     Under allOf and the like several schemas describe one object: there nothing is closed. Keywords that say nothing are left out.
     """
     if isinstance(schema, list):
-        return [closed(one) for one in schema]
+        return [closed(one, close) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     schema = {key: _count(key, value) for key, value in schema.items() if not _says_nothing(key, value)}
-    if any(key in schema for key in ("allOf", "if", "not", "unevaluatedProperties", "dependentSchemas")):
-        return dict(schema)
+    close = close and not any(key in schema for key in ("allOf", "if", "not", "unevaluatedProperties", "dependentSchemas"))
     out: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions", "patternProperties"):
-            out[key] = {name: closed(one) for name, one in value.items()} if isinstance(value, Mapping) else value
-        elif key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
-            out[key] = closed(value)
+            out[key] = {name: closed(one, close) for name, one in value.items()} if isinstance(value, Mapping) else value
+        elif key in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
+            out[key] = closed(value, close)
         else:
             out[key] = value
-    if isinstance(schema.get("properties"), Mapping) and not schema.keys() & _OPEN_ENDED:
+    if close and isinstance(schema.get("properties"), Mapping) and not schema.keys() & _OPEN_ENDED:
+        required = schema.get("required") if isinstance(schema.get("required"), (list, tuple)) else ()
+        unnamed = [name for name in required if isinstance(name, str) and name not in out["properties"]]  # they may have any value
+        out["properties"] = {**out["properties"], **dict.fromkeys(unnamed, {})}
         out["additionalProperties"] = False
     return out
 

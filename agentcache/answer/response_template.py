@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -41,6 +42,8 @@ class Region:
     keys: CallKeys | None = None  # of calls in JSON
     # transformers' template of this region alone, of calls that are written otherwise; None: as a list in Python
     alone: Any = None
+    # in such a region, texts or bare keys; None: it has none
+    bare: Any = None
 
     def calls(self, text: str, body: str, tools: Sequence[Any] | None) -> list[ToolCall]:
         """The calls in the text of such a region, all of it and what its marks enclose; none if they are malformed.
@@ -63,6 +66,8 @@ class Region:
     def _parsed(self, text: str, tools: Sequence[Any] | None) -> Any:
         from transformers.utils.chat_parsing import parse_response
 
+        if self.bare is not None:  # transformers quotes those alone that are words
+            text = self.bare.sub(lambda found: found[0] if found[2] is None else f"{found[1]}{json.dumps(found[2])}", text)
         try:
             return parse_response(text, self.alone, prefix="", tools=tools).get(CALLS, [])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # so a template's transforms fail on what a model wrote
@@ -110,11 +115,21 @@ def _compiled(said: str) -> ResponseTemplate:
     for name, region in made.items():
         if region.kind == "call" and region.keys is None and name != PYTHON_CALLS:
             alone = {**whole, "defaults": {}, "fields": {CALLS: whole["fields"][name]}}
-            made[name] = replace(region, alone=load_response_template(alone))
+            made[name] = replace(region, alone=load_response_template(alone), bare=_bare(whole["fields"][name].get("content_args") or {}))
     sink = made.get(loaded.implicit)
     if sink is None and TEXT not in made:  # a template that has no place for text would drop it
         sink = Region("text", None, None)
     return ResponseTemplate(tuple(region for region in made.values() if region.open), sink, loaded.start_anchor_re)
+
+
+def _bare(arguments: Mapping[str, Any]) -> Any:
+    """A pattern of texts, between their marks or quotes, and of keys that have none, after the mark before them."""
+    if not arguments.get("unquoted_keys"):
+        return None
+    texts = [f"{re.escape(start)}.*?{re.escape(stop)}" for start, stop in arguments.get("string_delims") or ()]
+    return re.compile(
+        "|".join([*texts, r'"(?:\\.|[^"\\])*"', r"""([{,]\s*)([^\s"'<>:,={}()\[\]][^"'<>:,={}()\[\]]*?)(?=\s*:)"""]), re.DOTALL
+    )
 
 
 def _region(name: str, field: Any, said: Mapping[str, Any]) -> Region:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 TRIES = 100  # of Python's parser
 
@@ -34,12 +35,20 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
             return {}
         if isinstance(many := schema.get("allOf"), list) and len(many) == 1:
             schema = many[0]
-        elif isinstance(name := schema.get("$ref"), str) and name.startswith(("#/$defs/", "#/definitions/")):
-            _, kind, key = name.split("/", 2)
-            schema = (root.get(kind) or {}).get(key)
+        elif isinstance(name := schema.get("$ref"), str) and name.startswith("#"):
+            schema = root
+            for key in unquote(name).split("/")[1:]:
+                schema = schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
         else:
             break
     return schema if isinstance(schema, Mapping) else {}
+
+
+def dereferenced(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a tool's arguments with properties of its own, where all of it is a reference."""
+    if "properties" in parameters:
+        return parameters
+    return {**{key: parameters[key] for key in ("$defs", "definitions") if key in parameters}, **_resolved(parameters, parameters)}
 
 
 def meant(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,11 +67,12 @@ def is_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
             return any(is_text(_resolved(branch, root), root) for branch in branches)
-    return not schema.keys() & {"properties", "items"}
+    return not schema.keys() & {"properties", "items", "allOf", "$ref"}
 
 
 def value_of(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """The value that a parameter's text spells, by the schema of the tool's arguments; what spells none stays text."""
+    schema = dereferenced(schema)
     each = meant((schema.get("properties") or {}).get(key, {}), schema)
     for choice in choices(each) or ():
         if text == shown(choice):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -40,14 +41,14 @@ class Vocabulary:
         self.closers = np.isin(first, list(b"}]"))
         self._after_number = np.isin(first, list(b",}]\n"))
         self.closes = np.isin(np.arange(len(tokens)), list(ends))
-        single = {token[0]: number for number, token in enumerate(tokens) if len(token) == 1}
+        self._single = single = {token[0]: number for number, token in enumerate(tokens) if len(token) == 1}
         late = [byte for byte in _LATE if byte in single]
         order = dict.fromkeys((*_CLOSERS, *_EASY, *(byte for byte in range(256) if byte not in _LATE), *late))
         self.bytes = np.array([single[byte] for byte in order if byte in single], dtype=np.int64)
         self._number = [single[byte] for byte in b"-19" if byte in single]
         self._letter = single.get(ord("x"), 0)
         self.closing = frozenset(single[byte] for byte in _CLOSERS if byte in single)
-        self._known: dict[bytes, list[int]] = {}
+        self._known: dict[int, list[int]] = {}
         self.encode = encode
         self.thought = list(encode(thought))
         self.exits = [
@@ -55,14 +56,26 @@ class Vocabulary:
             self.thought,
             *(list(encode(text)) for text in exits if text),
         ]
+        self._closings = [text for text in exits if text]
         self.suffixes: list[list[int]] = []  # of a regular expression
 
-    def of_regex(self, pattern: str) -> Vocabulary:
-        """The same vocabulary, which also knows the texts that end a match of this pattern."""
+    def of_grammar(self, regex: str | None, patterns: Sequence[str]) -> Vocabulary:
+        """The same vocabulary for one grammar: it also knows the texts that end a match of its regex, or of patterns within its texts."""
         own = copy.copy(self)
-        own.suffixes = [list(self.encode(text)) for text in suffixes(pattern)]
-        own.exits = [*filter(None, own.suffixes), *self.exits]
+        own._known = {}
+        own.suffixes = [self._spelled(text) for text in suffixes(regex)] if regex is not None else []
+        found = [text for pattern in patterns for text in suffixes(pattern) if text]
+        ends = [json.dumps(text, ensure_ascii=False)[1:] for text in found]
+        ends += [text + closing for closing in self._closings for text in found]
+        own.exits = [*filter(None, own.suffixes), *self.exits, *map(self._spelled, dict.fromkeys(ends))]
         return own
+
+    def _spelled(self, text: str) -> list[int]:
+        """Ids of a text that goes on after other text: some tokenizers put a space before all that they encode."""
+        ids, spelled = list(self.encode(text)), text.encode()
+        if b"".join(self.tokens[token] for token in ids) == spelled or not all(byte in self._single for byte in spelled):
+            return ids
+        return [self._single[byte] for byte in spelled]
 
     def allowed(self, matcher: Any) -> Bits:
         """Which ids may come next."""
@@ -121,12 +134,12 @@ class Vocabulary:
         choices = self.bytes[allowed[self.bytes]].tolist() or np.flatnonzero(allowed).tolist()
         if len(choices) <= FEW:
             return choices
-        key = allowed.tobytes()
+        key = hash(allowed.tobytes())
         leading = self._known.get(key)  # from many threads: those who find nothing compute the same
         if leading is None:
             if len(self._known) >= KNOWN:
                 self._known.clear()
-            leading = self._known[key] = [token for token in choices if self.after(walk, token).tobytes() != key]
+            leading = self._known[key] = [token for token in choices if hash(self.after(walk, token).tobytes()) != key]
         return leading or choices
 
     def after(self, matcher: Any, token: int) -> Bits:

@@ -17,6 +17,7 @@ from agentcache.answer.family_forms import form_of
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.parser import AnswerParser
 from agentcache.answer.response_template import template_for
+from agentcache.errors import ToolSchemaError
 from agentcache.layout import Renderer
 from tests import models
 from tests.answer.deltas import message_of
@@ -393,6 +394,45 @@ def test_unmarked_lists_in_python_call_only_tools(text: str, calls: list[str], i
     assert [call.name for call in parser.message.tool_calls] == calls
     assert [call.name for call in parser.invalid_calls] == invalid
     assert parser.message.content == ("" if calls else text)
+
+
+@pytest.mark.parametrize("name", ["lfm2.5", "gemma", "functiongemma", "glm", "minimax"])
+def test_arguments_with_names_of_any_kind_are_read_back(name: str) -> None:
+    made, keys = grammars(name), ("from", "file-path", "$filter", "@type", "a.b", "two words", "2d")
+    digit = {"type": "integer", "minimum": 1, "maximum": 9}
+    inner = {"type": "object", "properties": dict.fromkeys(keys, digit), "required": list(keys)}
+    schema = {"type": "object", "properties": {**inner["properties"], "inner": inner}, "required": [*keys, "inner"]}
+    text = drawn_blindly(made, Constraint("look"), 1, [Tool("look", "", schema)])
+    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
+    parser.push(text)
+    parser.finish()
+    (call,) = parser.message.tool_calls
+    assert (list(call.arguments), list(call.arguments["inner"])) == ([*keys, "inner"], list(keys))
+    for odd in ("a<b", 'a"b', "a\nb", ""):
+        odds = {"type": "object", "properties": {odd: digit}}
+        with pytest.raises(ToolSchemaError, match="cannot be written in this model's calls: rename it"):
+            made.guide(Constraint("look"), [Tool("look", "", odds)], "")
+
+
+@pytest.mark.parametrize("name", ["nemotron", "lfm2.5", "gemma", "functiongemma", "glm", "seed"])
+def test_arguments_that_are_a_reference_or_a_long_text(name: str) -> None:
+    made = grammars(name)
+    long = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
+    made.guide(Constraint("look"), [Tool("look", "", long)], "", max_tokens=90)
+    whole = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}
+    schema = {"$ref": "#/$defs/Whole", "$defs": {"Whole": whole}}
+    text = drawn_blindly(made, Constraint("look"), 1, [Tool("look", "", schema)])
+    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
+    parser.push(text)
+    parser.finish()
+    assert parser.message.tool_calls[0].arguments["n"] in range(1, 10)
+
+
+@pytest.mark.parametrize("way", ["anyOf", "oneOf", "allOf"])
+def test_tags_refuse_arguments_that_only_branches_name(way: str) -> None:
+    parts = [{"type": "object", "properties": {key: {"type": "string"}}, "required": [key]} for key in "ab"]
+    with pytest.raises(ToolSchemaError, match=f"'look': this model's calls name their arguments, and '{way}' does not"):
+        grammars("glm").guide(Constraint("look"), [Tool("look", "", {"type": "object", way: parts})], "")
 
 
 def test_quoted_texts_hold_no_control_characters() -> None:

@@ -142,6 +142,8 @@ def test_objects_are_closed_unless_they_say_otherwise() -> None:
         {"type": "string", "format": "path"},  # pydantic's, of a Path; "binary" of bytes, "password" of a SecretStr
         {"type": "array", "items": {"type": "string", "format": "byte"}, "uniqueItems": False},
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},  # zod's, of a record
+        {"allOf": [{"type": "string", "format": "binary"}]},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]},
     ],
 )
 def test_keywords_that_refuse_no_value_are_no_error(value: Any) -> None:
@@ -159,6 +161,8 @@ BAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x
         (Constraint("any"), [*TOOLS, Tool("odd", "", BAD)], ToolSchemaError, "'odd': its schema cannot be enforced"),
         (Constraint(schema=BAD), [], ConfigError, "cannot be enforced.*look-ahead"),
         (Constraint(schema={"type": "strung"}), [], ConfigError, "strung"),
+        (Constraint(schema={"oneOf": [{"type": "number"}, {"type": "integer"}]}), [], ConfigError, "Write anyOf instead"),
+        (Constraint(schema={"$ref": "#"}), [], ConfigError, "^((?!<state>).)*$"),
         (Constraint(schema={"a": object()}), [], ConfigError, "is not JSON"),
         (Constraint(regex="["), [], ConfigError, r"regex='\['.*cannot be enforced"),
         (Constraint(grammar="start: what"), [], ConfigError, "unknown name"),

@@ -180,6 +180,22 @@ def test_regular_expressions_end_within_max_tokens(pattern: str) -> None:
     assert whole > 1
 
 
+def test_texts_of_any_pattern_end_whatever_was_asked_before() -> None:
+    made = grammars()
+    for pattern in ("@", r"^\S+@\S+$", r"\.(pdf|md)$", "[A-Z]", "[äöü]", "^x|y$", "foo.*bar", r"^[^,]+,[^,]+$", '"/', "abc"):
+        schema = thing(a={"type": "string", "pattern": pattern}, b=WHOLE)
+        constraint = Constraint(schema=schema)
+        least = need(made, constraint)
+        assert least <= 20
+        for room, likes in ((0, ""), (9, "a1,"), (40, "ab .,")):
+            guide = made.guide(constraint, [], "", max_tokens=least + room)
+            text = written(made, guide, least + room, room, likes)
+            if not guide.cut:
+                jsonschema.validate(json.loads(text), schema)
+    names = {"type": "object", "patternProperties": {"key": TEXT}, "additionalProperties": False, "minProperties": 1}
+    made.guide(Constraint("act"), [Tool("act", "", {**thing(of=names), "required": ["of"]})], "", max_tokens=60)
+
+
 def test_more_optional_properties_than_the_parser_takes_are_refused() -> None:
     schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
     with pytest.raises(ConfigError, match="cannot be enforced: .*max is"):

@@ -170,6 +170,12 @@ def test_values_by_their_schema() -> None:
     assert value_of("[(1, 2)]", root, "many") == "[(1, 2)]", "JSON has no tuples"
     assert is_text({"type": ["string", "null"]}, {})
     assert not is_text({"properties": {}}, {})
+    assert not is_text({"allOf": [{"type": "integer"}, {"minimum": 1}]}, {})
+    assert value_of("7", {"properties": {"n": {"allOf": [{"type": "integer"}, {"minimum": 1}]}}}, "n") == 7
+    parts = {"odd/one": {"type": "array", "items": {}}, "part": {"$ref": "#/properties/odd~1one"}, "self": {"$ref": "#"}}
+    assert value_of("[1]", {"properties": parts}, "part") == [1]
+    assert value_of('{"part": [1]}', {"properties": parts}, "self") == {"part": [1]}
+    grammars().guide(Constraint("odd"), [Tool("odd", "", {"type": "object", "properties": parts})], "")
 
 
 def test_which_template_reads_what_a_constraint_wrote() -> None:
