@@ -35,7 +35,7 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def unwritable(name: str, form: CallForm) -> bool:
-    """Whether the name of an argument would be taken for something else where it is no JSON."""
+    """Tell whether the name of an argument would be taken for something else where it is no JSON."""
     return not name or name != name.strip() or bool((_NO_NAME if form.comma is None else _NO_KEYWORD).search(name))
 
 
