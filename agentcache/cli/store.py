@@ -82,7 +82,8 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None,
 
     found = [group for group in index.groups(namespace, name) if of(group, adapter, fingerprint)]
     if not found:
-        where = f" in namespace {namespace!r}" if namespace is not None else ""
+        asked = {" in namespace": namespace, " of fingerprint": fingerprint, " of adapter": adapter}
+        where = "".join(f"{words} {value!r}" for words, value in asked.items() if value is not None)
         what = "session" if name.startswith(SESSION) else "tool group"
         raise ConfigError(f"no {what} {name.removeprefix(SESSION)!r}{where}: `agentcache ls` shows which there are")
     if len(found) > 1:

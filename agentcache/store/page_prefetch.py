@@ -48,6 +48,7 @@ class _Read:
         self.pages = [cpu_page(spec, count) for count in found.counts]
         self.stop, self.over = threading.Event(), threading.Event()
         self.failed: tuple[Reason, str] | None = None
+        self.slow = ""  # why it was stopped
         self.bytes = 0
         self.asked = time.perf_counter()
         self.began = self.ended = 0.0
@@ -157,7 +158,7 @@ class PagePrefetch:
             return
         compute_ms = self._compute_ms(found, known)
         if load_ms := too_slow(found.bytes, compute_ms, self._disk.read_rate):
-            self._refuse(f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms", known.tokens)
+            self._refuse_slow(f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms", found)
             self.state = State.DONE
             return
         self.state = State.READING
@@ -179,7 +180,7 @@ class PagePrefetch:
             if waited_ms <= max(HUNG_MS, compute_ms):
                 return False
             read.stop.set()
-            self._refuse(f"other requests' pages were read for {waited_ms:.0f} ms, computing takes {compute_ms:.0f} ms")
+            read.slow = f"other requests' pages were read for {waited_ms:.0f} ms, computing takes {compute_ms:.0f} ms"
             return True
         elapsed = (time.perf_counter() - read.began) * 1e3
         if not give_up(elapsed, read.bytes, found.bytes, compute_ms, self._disk.read_rate):
@@ -187,7 +188,7 @@ class PagePrefetch:
         read.stop.set()
         if compute_ms:
             self._disk.read_rate.forbid(found.bytes, compute_ms)
-        self._refuse(f"{read.bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms")
+        read.slow = f"{read.bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
         return True
 
     def _arrived(self, read: _Read) -> None:
@@ -199,11 +200,12 @@ class PagePrefetch:
             if not stopped:
                 self._disk.read_rate.learn(sum(row.bytes for row in read.found.rows[:good]), read.ms)
         if stopped:
+            self._refuse_slow(read.slow, read.found)
             self.state = State.DONE
             return
         if read.failed is not None:
             reason, detail = read.failed
-            self._refuse(detail, (read.found.place + good) * PAGE_TOKENS, reason)
+            self._refuse(detail, (read.found.place + good) * PAGE_TOKENS, reason=reason)
             if not self._retried:
                 self._retried, self.state = True, State.LOOKING
                 return
@@ -282,8 +284,12 @@ class PagePrefetch:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _refuse(self, detail: str, start: int = 0, reason: Reason = Reason.SLOW_DISK) -> None:
+    def _refuse(self, detail: str, start: int = 0, *, reason: Reason) -> None:
         self.refusals.append(Refusal(reason, start, len(self._ids), detail))
+
+    def _refuse_slow(self, detail: str, found: DiskMatch) -> None:
+        """Refuse the tokens that the disk has beyond memory alone: a faster disk would spare no others."""
+        self.refusals.append(Refusal(Reason.SLOW_DISK, min(self._known().tokens, found.tokens), found.tokens, detail))
 
     def _stop_waiting(self) -> None:
         if self._waited is not None:

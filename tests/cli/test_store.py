@@ -210,6 +210,9 @@ def test_a_name_that_no_group_has(place: Path, verb: list[str]) -> None:
     of_session = [name.replace("none", "session:none") for name in verb]
     assert "no session 'none': `agentcache ls` shows" in refused(*of_session, "--store", place)
     assert "in namespace 'x'" in refused(*verb, "--store", place, "--namespace", "x")
+    of_another = [name.replace("none", "harbour/north") for name in verb]
+    assert "'harbour/north' of adapter '5e1c'" in refused(*of_another, "--store", place, "--adapter", "5e1c")
+    assert "'harbour/north' of fingerprint '5e1c'" in refused(*of_another, "--store", place, "--fingerprint", "5e1c")
 
 
 def test_stats_are_rounded_for_readers_only(place: Path) -> None:

@@ -215,9 +215,9 @@ def shelf(tmp_path: Path, clock: list[float]) -> Iterator[Store]:
     store.close()
 
 
-def fetch(store: Store) -> PagePrefetch:
-    """Ask for WANTED, which takes a second to compute."""
-    wanted = PageQuery(Scope("tests", "weights"), as_ids([*WANTED.tolist(), 1]), 1000 / 1024, SHAPE, 1024)
+def fetch(store: Store, more: int = 1) -> PagePrefetch:
+    """Ask for WANTED, which takes a second to compute, and so many tokens more."""
+    wanted = PageQuery(Scope("tests", "weights"), as_ids([*WANTED.tolist(), *[1] * more]), 1000 / 1024, SHAPE, 1024)
     found = store.prefetch(wanted, lambda: None)
     assert found is not None
     return found
@@ -257,6 +257,20 @@ def test_a_disk_that_was_silent_once_is_looked_at_again(shelf: Store, reader: An
     assert (later.tokens, later.refusals) == (1024, [])
     assert shelf.disk
     assert shelf.disk.read_rate.given_up == 0
+
+
+@pytest.mark.impatient
+def test_a_slow_disk_is_blamed_for_its_own_tokens(shelf: Store, reader: Any, clock: list[float]) -> None:
+    waits, goes = reader
+    asked = fetch(shelf, 5000)
+    assert asked.pending()
+    assert waits.wait(20)
+    clock[0] += 0.11
+    assert not asked.pending()
+    again = fetch(shelf, 5000)
+    assert not again.pending()
+    assert [(why.reason, why.start, why.stop) for why in asked.refusals + again.refusals] == [(Reason.SLOW_DISK, 0, 1024)] * 2
+    goes.set()
 
 
 # -- a throttled disk --------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ _INSTEAD = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), "tokens are drafted without being asked"),
     "batch_size": "requests that are there at the same time share a forward",
     "attn_implementation": "agentcache brings its own attention",
+    "store": "cache_dir= names the folder, and cache_dir='' writes nothing to disk",
 }
 _REFUSED = {"quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)"}
 _UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
@@ -86,7 +87,7 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
         value = out.pop(name)
         if name in _REFUSED and value is not None:
             raise ValueError(f"{name}={value!r:.100}: {_REFUSED[name]}")
-        if value is not None:
+        if value is not None or name == "store":  # of an Engine, None keeps prompts off the disk
             tell_once(by, name, f"{by} ignores {name}={value!r:.100}: it has no such setting{_hint(name, known)}")
     return out
 

@@ -193,6 +193,11 @@ def test_a_warning_names_the_caller_s_line(chat: Any, heard: list[warnings.Warni
     assert places == {"colo": (__file__, 2), "shad": (__file__, 3), "tone": (__file__, 4), "tint": (__file__, 5), "hue=": (__file__, 6)}
 
 
+def test_an_engines_store_is_not_ignored_in_silence() -> None:
+    with pytest.warns(UserWarning, match="ignores store=None.*cache_dir='' writes nothing to disk"):
+        ChatAgentCache(model="x", store=None)
+
+
 async def test_and_in_a_loop(chat: Any, heard: list[warnings.WarningMessage]) -> None:
     model = chat(memory_bytes=1)
     line = _here()
