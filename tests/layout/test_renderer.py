@@ -160,6 +160,14 @@ def replace_text(message: Message) -> Message:
     return Message(message.role, "x", calls, message.tool_call_id)
 
 
+def test_stock_tools_changed_after_a_request_are_shown_as_given() -> None:
+    renderer, user = renderer_of(), [{"role": "user", "content": "hi"}]
+    one, same = tool("search"), tool("search")
+    first = renderer.render(user, [one], rendering="stock")
+    one["function"]["description"] = "Changed."
+    assert renderer.render(user, [same], rendering="stock").text == first.text
+
+
 def test_sticky_tools() -> None:
     renderer = renderer_of()
     layout = renderer.render(episode(0), [tool("c"), tool("a"), tool("b")], tools_order="sticky", sticky=["b", "c"])
