@@ -189,7 +189,8 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
 
 
 def _role(message: Mapping[str, Any]) -> str:
-    role = str(message.get("role", message.get("type")))
+    given = message.get("role", message.get("type"))
+    role = str.__str__(given) if isinstance(given, str) else str(given)  # LlamaIndex's is a member of an Enum
     return _ROLES.get(role, role)
 
 

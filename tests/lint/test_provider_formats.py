@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from tests.models import toy_tokenizer
 Body = dict[str, Any]
 CLOCKED = with_system_line(conversation(2), [f"It is 09:{number}7:53." for number in range(3)])
 KINDS = {"system": "system", "user": "human", "assistant": "AIMessageChunk", "tool": "tool"}
+
+
+class Role(str, Enum):
+    SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
 
 def causes(found: Report) -> list[str]:
@@ -47,7 +52,11 @@ def llama_index(message: Body) -> Body:
         for call in message.get("tool_calls", ())
     ]
     more = {"tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else {}
-    return {"role": message["role"], "additional_kwargs": more, "blocks": [{"block_type": "text", "text": message["content"]}, *calls]}
+    return {
+        "role": Role(message["role"]),
+        "additional_kwargs": more,
+        "blocks": [{"block_type": "text", "text": message["content"]}, *calls],
+    }
 
 
 def unknown(message: Body) -> Body:
