@@ -176,8 +176,8 @@ def hidden(text: str) -> str:
 def pattern(text: str, start: int, stop: int) -> str:
     """A regular expression for the sentence around text[start:stop] in which volatile values are patterns."""
     left = max((found.end() for found in _ENDS.finditer(text, max(0, start - 400), start)), default=max(0, start - 400))
-    ending = _ENDS.search(text, stop)
-    right = len(text) if ending is None else ending.start() + (ending[0][0] != "\n")
+    ending = _ENDS.search(text, stop, stop + 400)  # no further: a table in one line is looked through for each of its values
+    right = min(len(text), stop + 400) if ending is None else ending.start() + (ending[0][0] != "\n")
     line = text[left:right]
     offset, out = left, []
     for value in values(line):

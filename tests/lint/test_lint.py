@@ -306,6 +306,11 @@ def test_long_rules_of_dashes_are_cut_soon() -> None:
     assert time.process_time() - before < 30  # with a look at all that follows each: minutes
 
 
+def test_a_pattern_ends_with_a_long_line() -> None:
+    table = ", ".join(f'{{"berth": {number}, "at": "2031-03-14T09:26:53Z"}}' for number in range(2_000))
+    assert len(pattern(table, 36, 56)) < 2_000
+
+
 def test_hidden_text_says_nothing() -> None:
     shown = hidden("The Petrel, berth 12, at 09:26 for Ms Hale")
     assert not {"Petrel", "12", "09:26", "Hale"} & set(shown.replace("<", " ").split())
