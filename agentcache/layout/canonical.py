@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import groupby
 from typing import Any
 
@@ -102,6 +103,8 @@ def _value_key(message: Message | Mapping[str, Any]) -> tuple[Any, ...] | None:
         calls: Any = [(call.id, call.name, call.arguments) for call in made]
         fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
     elif type(message) is dict:
+        if "content" not in message and message.get("role") != "assistant":
+            return None  # refused, where None is empty text
         calls = message.get("tool_calls")
         fields = [message.get(key) for key in ("role", "content", "tool_call_id", "name", *REASONING_KEYS)]
     else:
@@ -133,15 +136,16 @@ def text_of(content: Any) -> str:
 
 def _canonical_message(message: Plain, clean: Callable[[str], str], notes: dict[str, None]) -> Plain:
     def cleaned(text: str) -> str:
-        valid = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text  # a broken decoder leaves such
-        if valid is not text:
+        given = _exact(text)
+        valid = given.encode("utf-8", "replace").decode() if _SURROGATE.search(given) else given  # a broken decoder leaves such
+        if valid is not given:
             notes["message {}: lone surrogates replaced"] = None
         safe = clean(valid)
         if safe != valid:
             notes["message {}: text that spells a special token was neutralised"] = None
         return safe
 
-    out: Plain = {"role": message["role"]}
+    out: Plain = {"role": _exact(message["role"])}
     content = message.get("content")
     if content is None:
         notes[ABSENT] = None
@@ -157,26 +161,31 @@ def _canonical_message(message: Plain, clean: Callable[[str], str], notes: dict[
             notes["tool calls rewritten as function{name, arguments}"] = None
     if isinstance(message.get("name"), str):
         out["name"] = cleaned(message["name"])
-    if isinstance(message.get("tool_call_id"), str):
-        out["tool_call_id"] = message["tool_call_id"]  # as the call's own: no template sees it, a position takes its place
+    if message.get("tool_call_id") is not None:
+        out["tool_call_id"] = str(message["tool_call_id"])  # as the call's own: no template sees it, a position takes its place
     return out
 
 
 def _canonical_call(call: Plain, clean: Callable[[str], str]) -> Plain:
     function = call["function"]
     body = {"name": clean(function["name"]), "arguments": mapped(function["arguments"], clean)}
-    return {"id": call.get("id"), "type": "function", "function": body}
+    return {"id": None if call.get("id") is None else str(call["id"]), "type": "function", "function": body}
+
+
+def _exact(text: str) -> str:
+    """A plain string: a template would show a member of a string Enum by its name, JSON by its text."""
+    return str.__str__(text)
 
 
 def mapped(value: Any, clean: Callable[[str], str]) -> Any:
-    """`value` with `clean` applied to every string in it, keys included, which are strings as in JSON."""
+    """`value` with `clean` applied to every string in it, keys included, which are strings as in JSON, as are members of an Enum."""
     if isinstance(value, str):
-        return clean(value)
+        return clean(_exact(value))
     if isinstance(value, Mapping):
-        return {clean(key if isinstance(key, str) else _ENCODE(key)): mapped(item, clean) for key, item in value.items()}
+        return {clean(_exact(key) if isinstance(key, str) else _ENCODE(key)): mapped(item, clean) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [mapped(item, clean) for item in value]
-    return value
+    return json.loads(_ENCODE(value)) if isinstance(value, Enum) else value
 
 
 def _order_results(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:

@@ -308,12 +308,14 @@ class Renderer:
     def _prefix_tokens(self, ids: list[int], request: Request) -> tuple[int, int]:
         """(how many of these ids are the stable prefix, characters tokenised to find out)."""
         before, spent = self._prefix_of(request)
+        if not spent and ids[: len(before)] != before:  # known since another day, which the template shows
+            before, spent = self._prefix_of(request, anew=True)
         return len(before) if ids[: len(before)] == before else common_length(ids, before), spent
 
-    def _prefix_of(self, request: Request) -> tuple[list[int], int]:
+    def _prefix_of(self, request: Request, anew: bool = False) -> tuple[list[int], int]:
         leading, namespace = request.turns[:1] if request.turns[0].data["role"] == "system" else [], request.options.namespace
         key = chain(request.tools.root + request.tools.arguments, leading)[-1]
-        if (known := self._prefixes.get(namespace, key)) is not None:
+        if not anew and (known := self._prefixes.get(namespace, key)) is not None:
             return known, 0
         texts = self._template.openings([turn.data for turn in leading], request.tools.schemas, request.options.kwargs)
         found, spent = self._common_prefix(texts, namespace)

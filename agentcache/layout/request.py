@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Layout, Message, Rendering, Tool, ToolOrder, check_name
-from .canonical import ABSENT, Canon, Turn, digest_of
+from .canonical import ABSENT, Canon, Turn, digest_of, mapped
 from .memory import chain
 from .plain import Plain, plain_messages
 from .schemas import canonical_tools, check_values, order_tools, plain_tools, said, tool_name
@@ -115,7 +115,7 @@ class Requests:
         if options.rendering == "stock":
             plain = plain_messages(messages)
             listed = self._listed(plain_tools(tools), options)
-            turns = [Turn(index, message, digest_of(message)) for index, message in enumerate(plain)]
+            turns = [Turn(index, message, digest_of(mapped(message, str))) for index, message in enumerate(plain)]
             return Request(turns, listed, [], chain(listed.root, turns), options)
         turns, notes, renamed = self.canon().messages(messages, options.namespace)
         listed = self._listed(plain_tools(tools), options)
@@ -139,7 +139,7 @@ class Requests:
         order, kwargs = options.tools_order, options.kwargs
         key = _digest(said(plain), options.rendering, order, *map(str, options.sticky), _written(kwargs))
         if (known := self._tools.get(options.namespace, key)) is not None:
-            return known
+            return known if options.rendering == "canonical" else replace(known, schemas=plain)  # as given, were it changed since
         check_values(plain)
         schemas, notes = plain, list[str]()
         if options.rendering == "canonical" and plain:

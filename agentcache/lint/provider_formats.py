@@ -14,9 +14,10 @@ from typing import Any
 from .server_history import ServerHistories, conversation_id
 from .values import Call, Note, NoteAt, Request, Said, Shown
 
-_WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "json", "attributes")
+_WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "json", "attributes", "input", "inputs")
 _TRACKS = ("conversation_id", "conversation", "session_id", "session", "thread_id", "thread", "chat_id", "episode_id", "episode")
-_ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "function": "tool", "developer": "system"}
+_ASSISTANTS = dict.fromkeys(("ai", "AIMessageChunk", "model"), "assistant")
+_ROLES = {"human": "user", "function": "tool", "developer": "system", **_ASSISTANTS}
 _KNOWN = ("system", "user", "assistant", "tool")
 _PLAIN = {"role", "type", "content", "name", "tool_call_id"}
 _MOST_WRAPPED = 4
@@ -65,26 +66,29 @@ class ProviderFormats:
 def _prompts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The prompt of each assistant message: everything before it."""
     for at, message in enumerate(body["messages"]):
-        if isinstance(message, Mapping) and message.get("role") == "assistant" and (at or body.get("system")):
+        if isinstance(message, Mapping) and _role(_dumped(message)) == "assistant" and (at or body.get("system")):
             yield {**body, "messages": body["messages"][:at]}
 
 
-def _unwrapped(value: Any) -> Mapping[str, Any] | None:
+def _unwrapped(value: Any, levels: int = _MOST_WRAPPED) -> Mapping[str, Any] | None:
     """The object with the prompt in it, looked for under the names that logs give it."""
-    for _ in range(_MOST_WRAPPED):
-        if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                return None
-        if isinstance(value, list):
-            return {"messages": value} if any(isinstance(item, Mapping) and ("role" in item or "type" in item) for item in value) else None
-        if not isinstance(value, Mapping):
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
             return None
-        if any(isinstance(value.get(key), (list, str)) for key in ("messages", "prompt", "input")):
-            return value
-        value = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), (Mapping, str, list))), None)
-    return None
+    if isinstance(value, list):
+        return {"messages": value} if any(isinstance(item, Mapping) and ("role" in item or "type" in item) for item in value) else None
+    if not isinstance(value, Mapping):
+        return None
+    listed = value.get("messages")
+    if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], list):  # a batch of one, as LangChain's callbacks write it
+        return {**value, "messages": listed[0]}
+    if isinstance(listed, (list, str)) or isinstance(value.get("input"), list):
+        return value
+    inner = (_unwrapped(value.get(key), levels - 1) for key in _WRAPPERS if levels > 1)
+    found = next((body for body in inner if body is not None), None)  # beside it, `input` is a log's own word for the question
+    return value if found is None and any(isinstance(value.get(key), (list, str)) for key in ("prompt", "input")) else found
 
 
 def _track(raw: Mapping[str, Any]) -> str | None:
@@ -156,8 +160,8 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
         return [Said("user", str(message), source=at)]
     if "role" not in message and (item := _item(message, at)) is not None:
         return [item]
-    role = message.get("role", message.get("type"))
-    role = _ROLES.get(str(role), str(role))
+    message = _dumped(message)
+    role = _role(message)
     if role not in _KNOWN:
         note(f"messages[{at}]: role=%s is unknown: compared as it is", message.get("role", message.get("type")))
     content, call_id = message.get("content"), _maybe(message.get("tool_call_id"))
@@ -179,20 +183,46 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
         details = _list(message.get(key), f"messages[{at}]: {key}", note)
         thoughts += [_thought(part) for part in details if isinstance(part, Mapping)]
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(key), str)), "")
+    if not ("content" in message or calls or thoughts or reasoning):  # a shape that is not known: no change in it is lost
+        rest = {key: value for key, value in message.items() if value is not None and key not in _PLAIN} or None
     return [*out, Said(role, _text(rest), reasoning or "\n".join(thoughts), tuple(calls), call_id, name, at)]
 
 
+def _role(message: Mapping[str, Any]) -> str:
+    given = message.get("role", message.get("type"))
+    role = str.__str__(given) if isinstance(given, str) else str(given)  # LlamaIndex's is a member of an Enum
+    return _ROLES.get(role, role)
+
+
+def _dumped(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as LangChain or LlamaIndex writes it, in the shape of chat completions; any other as it is."""
+    inner = next((message[key] for key in ("data", "kwargs") if isinstance(message.get(key), Mapping)), None)
+    if "content" in message or (inner is None and not isinstance(message.get("blocks"), list)):
+        return message
+    if inner is not None:
+        return {"type": message.get("type"), **inner}
+    more = message.get("additional_kwargs")
+    blocks = [_block(block) if isinstance(block, Mapping) else block for block in message["blocks"]]
+    return {**(more if isinstance(more, Mapping) else {}), **message, "content": blocks}
+
+
+def _block(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    if block.get("block_type") == "tool_call":
+        return {"type": "tool_use", "id": block.get("tool_call_id"), "name": block.get("tool_name"), "input": block.get("tool_kwargs")}
+    return {**block, "type": block.get("block_type")}
+
+
 def _thought(part: Mapping[str, Any]) -> str:
-    return str(next((part[key] for key in ("text", "thinking", "summary", "data") if part.get(key)), ""))
+    return str(next((part[key] for key in ("text", "thinking", "summary", "data", "content") if part.get(key)), ""))
 
 
 def _item(item: Mapping[str, Any], at: int) -> Said | None:
     """An item of a responses request that is no message."""
-    kind = item.get("type")
-    if kind == "function_call":
-        call = Call(str(item.get("name", "")), _arguments(item.get("arguments")), _maybe(item.get("call_id")))
-        return Said("assistant", calls=(call,), source=at)
-    if kind == "function_call_output":
+    kind = str(item.get("type"))
+    if kind.endswith("_call"):  # of a function, a custom tool, a shell, a search
+        given = next((item[key] for key in ("arguments", "input", "action") if key in item), None)
+        return Said("assistant", calls=(Call(str(item.get("name") or kind), _arguments(given), _maybe(item.get("call_id"))),), source=at)
+    if kind.endswith("_call_output"):
         return Said("tool", _text(item.get("output")), call_id=_maybe(item.get("call_id")), source=at)
     if kind == "reasoning":
         return Said("assistant", reasoning=json.dumps(item.get("summary", item.get("content", "")), default=repr), source=at)
@@ -235,5 +265,8 @@ def _text(content: Any) -> str:
         if isinstance(part, Mapping) and part.get("type") in ("tool_use", *_THOUGHTS):
             continue
         text = part if isinstance(part, str) else part.get("text", part.get("content")) if isinstance(part, Mapping) else None
-        out.append(text if isinstance(text, str) else json.dumps(part, ensure_ascii=False, default=repr))
+        if not isinstance(text, str):
+            shown = {key: value for key, value in part.items() if key != "cache_control"} if isinstance(part, Mapping) else part
+            text = json.dumps(shown, ensure_ascii=False, default=repr)
+        out.append(text)
     return "".join(out)

@@ -150,10 +150,12 @@ class _Run:
         prompt = self._prompt(request, old)
         self._hazards.look(request)
         self._prompts[track.name] = prompt
-        if before is None or old is None or old.unit != prompt.unit:
+        if before is None or old is None:
             self._report.conversations += track.number == 1
             self._first(request, prompt, name)
             return
+        if old.unit != prompt.unit:  # one of them was refused by the template
+            old, prompt = written(before), written(request)
         self._hazards.came_back(before, request)
         found = diagnose(before, request, old, prompt, name, redact=self._options.redact)
         if found.finding is not None:

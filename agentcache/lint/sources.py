@@ -8,6 +8,8 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -105,7 +107,15 @@ def _lines(head: bytes, file: IO[bytes], start: int, note: Note) -> Iterator[tup
         except RecursionError:
             note(number, "nested too deeply: left out")
         except ValueError as error:
-            note(number, _why(error))
+            if line.lstrip()[:1] == b"{" and getattr(error, "msg", "") == "Extra data":  # a program that ends no line
+                told = partial(_at, note, number)
+                yield from ((number, value) for _, value in JsonStream(line, BytesIO(), told).values())
+            else:
+                note(number, _why(error))
+
+
+def _at(note: Note, line: int, _: int, why: str) -> None:
+    note(line, why)
 
 
 def _why(error: ValueError) -> str:

@@ -19,7 +19,8 @@ _EPOCH = r"(?:1[4-9]|2[01])\d{8}(?:\d{3}|\d{6}|\d{9})?(?:\.\d+)?"
 _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 _MIXED = r"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]"  # letters and digits in one word
 _TAGGED = r"[A-Za-z]{2,16}[_-](?=[A-Za-z0-9]*\d)[A-Za-z0-9]{6,}"
-_RUN = r"(?=[\w+/-]*\d)(?=[\w+/-]*[A-Za-z])[A-Za-z0-9](?:[A-Za-z0-9]|[_+/-](?=[A-Za-z0-9_+/-])){8,127}={0,2}"  # an id, if it looks random
+# An id, if it looks random. No look goes beyond its end: a long rule of dashes would be looked through from each of them.
+_RUN = r"(?=[\w+/-]{0,127}\d)(?=[\w+/-]{0,127}[A-Za-z])[A-Za-z0-9](?:[A-Za-z0-9]|[_+/-](?=[A-Za-z0-9_+/-])){8,127}={0,2}"
 
 # The alternatives in the order in which they win; a match is one value, never a piece of one.
 _VALUES = (
@@ -135,7 +136,8 @@ class Spot(NamedTuple):
 def spots(text: str, strict: bool = False) -> list[Spot]:
     """Values that are likely to be another in the next request. strict: only where nothing else can be meant (tool schemas).
 
-    A date without a time of day, or a time alone, needs a word before it that speaks of now: policies and examples are full of dates.
+    A date without a time of day, or a time alone, needs a word before it in its sentence that speaks of now: policies and examples are
+    full of dates.
     """
     out = []
     for found in _SURE.finditer(text):
@@ -143,7 +145,7 @@ def spots(text: str, strict: bool = False) -> list[Spot]:
         near = text[max(0, start - _NEAR) : start].rpartition("\n")[2]
         if kind == "id":
             out.append(Spot(Cause.ID, start, found.end()))
-        elif not _EXAMPLE.search(near) and (_NOW_CUE.search(near) or (kind == "stamp" and not strict and ":" in found[0])):
+        elif not _EXAMPLE.search(near) and (_NOW_CUE.search(_ENDS.split(near)[-1]) or (kind == "stamp" and not strict and ":" in found[0])):
             out.append(Spot(Cause.CLOCK, start, found.end()))
     return out
 
@@ -174,8 +176,8 @@ def hidden(text: str) -> str:
 def pattern(text: str, start: int, stop: int) -> str:
     """A regular expression for the sentence around text[start:stop] in which volatile values are patterns."""
     left = max((found.end() for found in _ENDS.finditer(text, max(0, start - 400), start)), default=max(0, start - 400))
-    ending = _ENDS.search(text, stop)
-    right = len(text) if ending is None else ending.start() + (ending[0][0] != "\n")
+    ending = _ENDS.search(text, stop, stop + 400)  # no further: a table in one line is looked through for each of its values
+    right = min(len(text), stop + 400) if ending is None else ending.start() + (ending[0][0] != "\n")
     line = text[left:right]
     offset, out = left, []
     for value in values(line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ USER = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}", "one"), call("g", '{"x": 1}', "two")]}
 ONE = {"role": "tool", "tool_call_id": "one", "content": "1"}
 TWO = {"role": "tool", "tool_call_id": "two", "content": "2"}
+
+
+class Colour(str, Enum):
+    RED = "red"
+
+
+class Size(int, Enum):
+    ONE = 1
 
 
 def broken(text: str) -> str:
@@ -113,6 +122,22 @@ def test_results_without_ids_are_paired_by_order() -> None:
     }
     data, _, _ = canonical([USER, calls, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}])
     assert [m["tool_call_id"] for m in data[2:]] == ["call00001", "call00002"]
+
+
+def test_results_with_ids_that_are_numbers_follow_their_calls() -> None:
+    calls = {**CALLS, "tool_calls": [call("f", "{}", 7), call("g", "{}", 8)]}
+    data, _, _ = canonical([USER, calls, {**TWO, "tool_call_id": 8}, {**ONE, "tool_call_id": 7}])
+    assert [(m["tool_call_id"], m["content"]) for m in data[2:]] == [("call00001", "1"), ("call00002", "2")]
+
+
+def test_members_of_an_enum_are_their_values() -> None:
+    calls = {"role": "assistant", "content": Colour.RED, "tool_calls": [call(Colour.RED, {Colour.RED: [Colour.RED, Size.ONE]}, "one")]}
+    data, _, _ = canonical([USER, calls, {**ONE, "name": Colour.RED}])
+    tools, _ = canonical_tools(plain_tools([tool("f", Colour.RED)]), str)
+    shown = repr([data, tools])
+    assert "<" not in shown
+    assert "Colour" not in shown
+    assert data[1]["tool_calls"][0]["function"] == {"name": "red", "arguments": {"red": ["red", 1]}}
 
 
 def test_call_ids_count_through_the_conversation() -> None:

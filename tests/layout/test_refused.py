@@ -58,8 +58,10 @@ def test_values_that_are_no_json(odd: Any, words: str, how: Any) -> None:
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
 def test_a_message_without_content_is_refused(role: str) -> None:
+    renderer = renderer_of()
+    renderer.render([{"role": "user", "content": None}], [])  # what is known of it says nothing of the other
     with pytest.raises(MessageError, match=r"messages\[0\] has the keys \['role', 'text'\]: give a Message or a dict with"):
-        renderer_of().render([{"role": role, "text": "Go"}], [])
+        renderer.render([{"role": role, "text": "Go"}], [])
     assert renderer_of().render([{"role": "user", "content": ""}, {"role": "assistant"}, {"role": "user", "content": "Go"}], []).ids
 
 
@@ -91,6 +93,12 @@ def test_keys_that_json_writes_as_strings_are_strings() -> None:
     plain = {"type": "object", "properties": {"x": {"default": {"1": "a", "b": 2, "null": 3}}}}
     one, two = (renderer_of().render([Message("user", "Go")], [Tool("f", "", schema)]) for schema in (named, plain))
     assert one.ids == two.ids
+
+
+def test_keys_of_several_types_have_an_order() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": {1: "a", "b": 2}}}
+    layout = renderer_of().render([{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [call]}], rendering="stock")
+    assert '{"1": "a", "b": 2}' in layout.text
 
 
 @pytest.mark.parametrize("odd", [[], None, 5, b"x", {"a"}])

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,14 @@ def replace_text(message: Message) -> Message:
     return Message(message.role, "x", calls, message.tool_call_id)
 
 
+def test_stock_tools_changed_after_a_request_are_shown_as_given() -> None:
+    renderer, user = renderer_of(), [{"role": "user", "content": "hi"}]
+    one, same = tool("search"), tool("search")
+    first = renderer.render(user, [one], rendering="stock")
+    one["function"]["description"] = "Changed."
+    assert renderer.render(user, [same], rendering="stock").text == first.text
+
+
 def test_sticky_tools() -> None:
     renderer = renderer_of()
     layout = renderer.render(episode(0), [tool("c"), tool("a"), tool("b")], tools_order="sticky", sticky=["b", "c"])
@@ -187,6 +196,23 @@ def test_the_prefix_starts_every_prompt(name: str, kind: str) -> None:
 
 
 # --- raw prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_prefix_is_found_again_on_another_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        today_is = 20
+
+        @classmethod
+        def now(cls, tz: object = None) -> Clock:
+            return cls(2026, 11, cls.today_is)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    renderer, system = renderer_of("{{ strftime_now('%d') }}" + CHATML), [{"role": "system", "content": "You book flights."}]
+    today = renderer.prefix(system, TOOLS)
+    Clock.today_is = 21
+    tomorrow = renderer.prefix(system, TOOLS)
+    assert len(tomorrow.ids) == len(today.ids)
+    assert renderer.render([*system, {"role": "user", "content": "hi"}], TOOLS).prefix_tokens == len(today.ids)
 
 
 def test_a_raw_prompt_gets_one_bos() -> None:

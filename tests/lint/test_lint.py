@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from typing import Any
 
 import pytest
@@ -290,11 +291,24 @@ def test_an_answer_that_comes_back_changed_is_a_hazard() -> None:
 def test_policies_and_examples_are_no_hazards() -> None:
     text = "Refunds take 24 hours. Dates look like 2031-03-14, for example 2031-03-14T09:26:53Z. The gate opens at 6:30. Rule 12 of 2019."
     assert spots(text) == []
+    text = "It is Sunday now. The gate opens at 6:30. Time: 9:30. Today we rest. Ships leave at 7:00."
+    assert [text[spot.start : spot.stop] for spot in spots(text)] == ["9:30"]
 
 
 def test_values_are_the_text() -> None:
     text = "It is 2031-03-14T09:26:53Z (Friday), id 6f1d3c1e-8d0e-4a55-9b0f-0d6f3f0a9a11; 3 of 4.5 ☂ \n\tend"
     assert "".join(value.text for value in values(text)) == text
+
+
+def test_long_rules_of_dashes_are_cut_soon() -> None:
+    before = time.process_time()
+    assert "".join(value.text for value in values("-" * 100_000)) == "-" * 100_000
+    assert time.process_time() - before < 30  # with a look at all that follows each: minutes
+
+
+def test_a_pattern_ends_with_a_long_line() -> None:
+    table = ", ".join(f'{{"berth": {number}, "at": "2031-03-14T09:26:53Z"}}' for number in range(2_000))
+    assert len(pattern(table, 36, 56)) < 2_000
 
 
 def test_hidden_text_says_nothing() -> None:

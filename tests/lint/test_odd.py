@@ -68,6 +68,25 @@ def test_a_tool_that_is_none_with_a_tokenizer(odd: Any) -> None:
     assert len(found.steps) == 3
 
 
+def test_a_refused_request_is_compared_in_characters() -> None:
+    bodies = [{"conversation_id": "b", **body} for body in conversation(3)]
+    bodies[2]["messages"][2]["tool_calls"][0]["function"]["arguments"] = "{oops"
+    bodies[2]["messages"] = [bodies[2]["messages"][0], *bodies[2]["messages"][2:]]
+    found = lint(bodies, Options(tokenizer=Loaded(toy_tokenizer(), templates.CHATML)))
+    assert [finding.request for finding in found.findings] == [3, 4]
+    assert found.conversations == 1
+    assert "compared in characters" in found.problems[0].message
+
+
+def test_results_whose_calls_were_dropped_are_compared() -> None:
+    bodies = [{"conversation_id": "b", **body} for body in conversation(3)]
+    for body in bodies[2:]:
+        del body["messages"][1:3]
+    found = lint(bodies, Options(tokenizer=Loaded(toy_tokenizer(), templates.CHATML)))
+    assert [(finding.request, str(finding.cause)) for finding in found.findings] == [(3, "truncated history")]
+    assert len(found.problems) == 2
+
+
 # What is not to be shown
 
 SECRETS = {
