@@ -4,7 +4,7 @@ Windows start at anchors, and every `stride` tokens after one up to the next: eq
 it stands. Words are canonical for finding only (case, white space; times, ids, long numbers masked); reuse compares tokens.
 
     anchors     messages · tools, each schema · Thought / Action / Action Input / Observation · tool results · documents · paragraphs
-                · long texts in JSON
+                · what a line of dashes or one word with a colon heads · long texts in JSON
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a
 CLOSE = 8  # an anchor so near after another one is none
 
 _ANCHOR = re.compile(
-    r"((?<=\n)[ \t]*\n+|[:\[,][ \t]*\"(?=[^\"\n]{64}))"  # a paragraph, or a long text in JSON
+    r"((?<=\n)[ \t]*\n+|^[ \t]*(?:[-=_*~]{3,}|\w+:)[ \t]*\n+|[:\[,][ \t]*\"(?=[^\"\n]{64}))"  # paragraph, below a rule or "Context:", in JSON
     r"|^[ \t]*(?:Action Input|Action|Thought|Observation)[ \t]*\d*[ \t]*:"
     r"|<tool_response>|<function_results?>|<\|tool\|>|\[TOOL_RESULTS\]"
     r"|<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]"

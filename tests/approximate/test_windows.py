@@ -93,6 +93,11 @@ def test_schemas_are_anchors_where_no_span_says_so() -> None:
     assert at_anchors(prompt(f"{prose(1, 20)} {text}")) == [prose(1, 1), "{", "{", "{"]
 
 
+@pytest.mark.parametrize("line", ["Context:", "---------------------", "=== "])
+def test_text_under_a_rule_or_one_word_has_an_anchor(line: str) -> None:
+    assert at_anchors(prompt(f"{prose(1, 20)}\n{line}\n{prose(2, 20)}")) == [prose(1, 1), prose(2, 1)]
+
+
 def test_long_texts_in_json_results_are_anchors() -> None:
     results = ", ".join(f'{{"id": {i}, "text": "{prose(i, 20)}"}}' for i in range(3))
     layout = prompt(f"{prose(1, 20)} [{results}]", prose(2, 20))
