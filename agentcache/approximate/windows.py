@@ -31,7 +31,7 @@ NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a
 CLOSE = 8  # an anchor so near after another one is none
 
 _ANCHOR = re.compile(
-    r"((?<=\n)[ \t]*\n+|^[ \t]*(?:[-=_*~]{3,}|\w+:)[ \t]*\n+|[:\[,][ \t]*\"(?=[^\"\n]{64}))"  # paragraph, below a rule or "Context:", in JSON
+    r"((?<=\n)[ \t]*\n+|^[ \t]*(?:[-=_*~]{3,}|\w+:)[ \t]*\n+|[:\[,][ \t]*\"(?=[^\"\n]{64}))"  # paragraph; below a rule, "Context:"; in JSON
     r"|^[ \t]*(?:Action Input|Action|Thought|Observation)[ \t]*\d*[ \t]*:"
     r"|<tool_response>|<function_results?>|<\|tool\|>|\[TOOL_RESULTS\]"
     r"|<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]"

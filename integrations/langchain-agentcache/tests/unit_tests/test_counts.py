@@ -25,7 +25,7 @@ def test_callbacks_count_what_the_engine_counts(chat: Any) -> None:
 
 
 def test_text_models_are_counted(model_folder: str) -> None:
-    counts, model = CacheCounts(), AgentCacheLLM(model=model_folder, max_tokens=3, store=None)
+    counts, model = CacheCounts(), AgentCacheLLM(model=model_folder, max_tokens=3, cache_dir="")
     model.invoke("High water is at", {"callbacks": [counts]})
     assert counts.stats["tokens"]["completion"] == 3
 
