@@ -92,7 +92,6 @@ class Segments:
 
     def note(self, layout: Layout, scope: Scope, received: Moment) -> None:
         """Index the text of a pinned prefix: later processes, and requests once it has left memory, find it at other positions."""
-        self._sign(None)
         if self.text is not None:
             self.text.note(scope, as_ids(layout.ids), windows(layout, partial(self._texts, namespace=scope.namespace)), received)
 
