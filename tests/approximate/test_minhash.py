@@ -296,8 +296,9 @@ def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest
 def test_rows_go_with_the_pages_under_which_they_stand(index: Index) -> None:
     _, windows = noted(index)
     keys = [SCOPE.root, *chain(SCOPE.root, prompt())]
-    assert index.drop_segments_under("other", "weights", {keys[0]}) == 0
-    assert index.drop_segments_under("default", "weights", {keys[0], keys[2]}) == 3, "two of the first page, one of the third"
+    assert index.drop_segments_under("other", "weights", {keys[0]: []}) == 0
+    assert index.drop_segments_under("default", "weights", {keys[0]: [prompt()[:512]], keys[2]: [prompt()[1024:]]}) == 0, "they stay"
+    assert index.drop_segments_under("default", "weights", {keys[0]: [], keys[2]: []}) == 3, "two of the first page, one of the third"
     later = index_over(index)
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [False, False, True, False]

@@ -516,6 +516,20 @@ def test_learnt_texts_are_found_on_disk_at_other_positions(left: str, tmp_path: 
     assert receipt.disk_bytes > 0
 
 
+def test_a_forgotten_text_leaves_others_to_be_found(tmp_path: Path) -> None:
+    model, tokenizer, fingerprint = tiny_model()
+    with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=calibration(fingerprint=fingerprint)) as engine:
+        assert engine.store.disk is not None
+        counts = []
+        for texts in (["first " * 200], ["first " * 200, f"second {DOC}"[:900]]):
+            engine.learn({f"text {number}": text for number, text in enumerate(texts)}, pack_tokens=1)
+            engine.flush()
+            counts.append(engine.store.disk.index.stats()["segments"])
+        engine.unlearn(["text 1"])
+        engine.flush()
+        assert 0 < counts[0] <= engine.store.disk.index.stats()["segments"] < counts[1]
+
+
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 def test_lossy_pages_serve_where_the_calibration_measured_them(stored: Precision, tmp_path: Path) -> None:
     model, tokenizer, fingerprint = tiny_model()

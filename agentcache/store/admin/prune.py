@@ -103,7 +103,9 @@ def prune(
     if isinstance(group, ToolGroup):
         others = {name for other in index.groups(group.namespace) for name in other.splices}
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
-        index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
+        parents = {item.parent for item in going}
+        staying = {one: [row.ids for row in index.rows(fingerprint=group.fingerprint, parent=one)] for one in parents}
+        index.drop_segments_under(group.namespace, group.fingerprint, staying)
     index.drop_dead_pins()
     if index.database.empty_log() and note:  # else the next opening finishes it
         index.drop_meta(note)

@@ -5,17 +5,22 @@ Pins belong to processes (process_identity.py) and end with them; nothing has to
 
 from __future__ import annotations
 
+import functools
 import math
 import sqlite3
+import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from ...errors import StoreError
 from ..deletion import Deletion
 from ..heard_deletions import MOST
+from ..keys import Ids
 from ..tool_group import ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt
@@ -27,7 +32,7 @@ MOST_GONE = 1000  # groups and sessions without a page: what is left of them is 
 KEY_BYTES = 32
 DELETING = "deleting"  # begins keys of what is being deleted: a number, and the process
 DELETION = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
-PARENT = slice(32, 64)  # of a row of text: the key of the page before (docs/format.md)
+TEXT = struct.Struct("<16x16s32s4xiI")  # of a row of text: digest of its ids, key of the page before, its start, tokens (docs/format.md)
 
 
 def tick(connection: sqlite3.Connection, count: int = 1) -> int:
@@ -228,20 +233,27 @@ class IndexMetadata:
         """The same for the rows by which repeated text is found."""
         return self._drop("segments", namespace, before)
 
-    def drop_segments_under(self, namespace: str, fingerprint: str, parents: Collection[bytes]) -> int:
-        """Delete the rows of all text in pages under these; returns how many."""
+    def drop_segments_under(self, namespace: str, fingerprint: str, staying: Mapping[bytes, Sequence[Ids]]) -> int:
+        """Delete the rows of all text in pages under these keys, but that of pages which stay there, by their ids; returns how many."""
+
+        @functools.cache  # passages of a corpus begin at few places
+        def said(parent: bytes, start: int, stop: int) -> set[bytes]:
+            return {blake3(ids[start:stop].tobytes()).digest(length=16) for ids in staying[parent] if stop <= len(ids)}
+
+        def stays(plain: bytes) -> bool:
+            exact, parent, slot, tokens = TEXT.unpack_from(plain)
+            return parent not in staying or (slot >= 0 and exact in said(parent, slot, slot + tokens))
 
         def drop(connection: sqlite3.Connection) -> int:
-            sql = "SELECT id, regime, name, packed FROM segments WHERE namespace = ? AND fingerprint = ?"
-            gone = []
+            sql, gone = "SELECT id, regime, name, packed FROM segments WHERE namespace = ? AND fingerprint = ?", []
             for id, regime, name, packed in connection.execute(sql, (namespace, fingerprint)):
                 plain = unguard(self.folder, packed, named("segment", namespace, fingerprint, regime, name))
-                if plain is None or plain[PARENT] in parents:
+                if plain is None or not stays(plain):
                     gone.append((id,))
             connection.executemany("DELETE FROM segments WHERE id = ?", gone)
             return len(gone)
 
-        return self._write(drop, 0) if parents else 0
+        return self._write(drop, 0) if staying else 0
 
     def _drop(self, table: str, namespace: str | None, before: float | None) -> int:
         condition, values = where(before, namespace=namespace)
