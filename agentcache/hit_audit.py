@@ -20,7 +20,7 @@ from .store.keys import Ids, Scope
 from .store.store import Store
 
 QUEUED = 4  # hits that may wait for an idle moment; more are not sampled
-CHUNK = 128  # tokens computed at once: a request that arrives waits for no more
+CHUNK = 32  # tokens computed at once: a request that arrives waits for no more, unless a state's bits depend on pieces
 
 
 @dataclass(slots=True)
@@ -85,9 +85,9 @@ class HitAudit:
         start = check.sequence.length
         page = start // PAGE_TOKENS
         stop = min(len(check.ids), (page + 1) * PAGE_TOKENS)
-        if check.sequence.state is None:
+        if (state := check.sequence.state) is None or state.unit == 1:
             stop = min(stop, start + CHUNK)
-        else:  # the pieces of the request: others would give other bits
+        if state is not None:  # the pieces of the request: others would give other bits
             stop = min(stop, check.sequence.next_cut() or stop)
         count = stop - start
         try:

@@ -95,7 +95,9 @@ def test_a_hit_has_the_bits_of_everything_computed(
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, "kimi_linear", "jamba"])
-def test_a_hit_goes_on_from_the_end_of_a_message(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
+def test_a_hit_goes_on_from_the_end_of_a_message(
+    family: str, asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, tide = asking(family, tmp_path / "store"), user("What is the tide at Port Averil? " * 3)
     assert one.engine.model.support.unit == 1
     one([SYSTEM, tide])
@@ -110,12 +112,21 @@ def test_a_hit_goes_on_from_the_end_of_a_message(family: str, asking: Callable[.
     one.engine.flush()
     one.engine.close()
     options = StoreOptions(tmp_path / "store", check_one_in=1, refuse_slow=False)
-    other = asking(family, options)
+    other, ran = asking(family, options), list[tuple[int, int]]()
+    forward = other.engine.model.forward
+
+    def noted(ids: torch.Tensor, parts: Any, *given: Any) -> torch.Tensor:
+        ran.extend((part.start, part.count) for part in parts)
+        return forward(ids, parts, *given)
+
+    monkeypatch.setattr(other.engine.model, "forward", noted)
     again, from_disk = other(asked)
     assert again.receipt.disk_tokens == again.receipt.cached_tokens >= said.receipt.cached_tokens
     assert torch.equal(from_disk, logits)
     assert wait_until(lambda: other.engine.stats()["audits"]["run"] > 0)
     assert other.engine.stats()["audits"]["failed"] == 0
+    audited = [count for start, count in ran if start < again.receipt.cached_tokens]
+    assert 0 < max(audited) <= hit_audit.CHUNK  # a request that arrives meanwhile does not wait for long
 
 
 @pytest.mark.parametrize("seamless", [True, False])

@@ -1,7 +1,7 @@
 """Experts as transformers' modules call them: registered beside theirs, which go on serving every call that is not a packed forward.
 
-Each expert sees the tokens that chose it, padded to a safe multiple of rows, and a token adds up its experts in the order in which it
-chose them: its bits do not depend on the tokens beside it. Experts see no padding rows of the forward.
+Each expert sees the tokens that chose it, and no padding rows of the forward. A token adds up its experts in the order in which it chose
+them: its bits do not depend on the tokens beside it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from .attention import Batch
 from .attention_interface import running
-from .kernels.dispatch import linear
 
 EXPERTS = "agentcache"
 _STOCK = ("eager", "grouped_mm", "batched_mm")  # implementations that ours can stand beside
@@ -57,23 +56,22 @@ def _computed(batch: Batch, module: Any, x: torch.Tensor, chosen: torch.Tensor, 
         start, stop = stop, stop + rows
         if rows:
             at = order[start:stop]
-            h = pad(x[at // count], (0, 0, 0, -rows % batch.numerics.rows))
-            h = _product(batch, module, names[0], expert, h)
+            h = _product(module, names[0], expert, x[at // count])
             h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-            found[at] = _product(batch, module, names[1], expert, h)[:rows]
+            found[at] = _product(module, names[1], expert, h)
     if getattr(module, "has_post_expert_norm", False):  # before transformers 5.20 none had one
         found = module.post_expert_norm(found)
     each = (found.view(real, count, -1) * weights[:real, :, None]).unbind(1)
     total = each[0]
     for one in each[1:]:
         total = total + one
-    return pad(total.to(x.dtype), (0, 0, 0, len(x) - real))
+    return functional.pad(total.to(x.dtype), (0, 0, 0, len(x) - real))
 
 
-def _product(batch: Batch, module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+def _product(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     weight = getattr(module, name)[expert]
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    return linear(batch.numerics.kernel, x, weight.t() if module.is_transposed else weight, bias)
+    return functional.linear(x, weight.t() if module.is_transposed else weight, bias)  # by the mode of the forward
 
 
 for _before in _STOCK:

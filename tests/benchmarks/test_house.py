@@ -39,6 +39,7 @@ UNUSED = (
     "model/kernels/layer",
     "model/kernels/linear_few",
     "model/kernels/linear_many",
+    "model/kernels/linear_transposed",
     "model/kernels/norm_rope",
     "model/kernels/object_cache",
     "model/kernels/paged_attention",

@@ -59,9 +59,9 @@ def test_experts_see_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     product = experts._product
 
-    def counted(batch: Any, module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def counted(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         seen.append(len(x))
-        return product(batch, module, name, expert, x)
+        return product(module, name, expert, x)
 
     held = HFModel(families.build("gpt_oss"))
     assert held.numerics is not None
@@ -70,7 +70,7 @@ def test_experts_see_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     seen.clear()
     Run(held, tokens(1)).chunks()
     chosen = held.config.num_experts_per_tok * held.config.num_hidden_layers
-    assert seen == [held.numerics.rows] * 2 * chosen  # one row each, padded: none for the padding of the forward
+    assert seen == [1] * 2 * chosen  # none for the padding of the forward
     held.close()
 
 

@@ -18,9 +18,9 @@ LINE = 64  # bytes: of each row a kernel reads whole lines
 
 
 def takes(weight: torch.Tensor) -> bool:
-    """True if products with this weight [outs, ins] can run here."""
+    """True if products with this weight [outs, ins] can run here. It may lie transposed, as [ins, outs], unless it is int8."""
     found = jit.compiler() if weight.dtype in jit.NUMBERS or scale_of(weight) is not None else None
-    if found is None or weight.device.type != "cpu" or not weight.is_contiguous():
+    if found is None or weight.device.type != "cpu" or not (weight.is_contiguous() or _transposed(weight)):
         return False
     return fits(weight, found.lanes, weight.itemsize)
 
@@ -36,6 +36,10 @@ def fits(weight: torch.Tensor, lanes: int, itemsize: int) -> bool:
 def scale_of(weight: torch.Tensor) -> torch.Tensor | None:
     """The scales fp32 [outs] of an int8 weight, which its parameter holds; None of others."""
     return getattr(weight, "scale", None) if weight.dtype == torch.int8 else None
+
+
+def _transposed(weight: torch.Tensor) -> bool:
+    return weight.stride(0) == 1 and weight.dtype != torch.int8
 
 
 def chains(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
@@ -64,23 +68,19 @@ def in_pairs(dtype: torch.dtype) -> bool:
 def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> list[torch.Tensor]:
     from . import linear_few
 
-    rows, found = len(x), jit.compiler()
-    assert found is not None
+    rows, done = len(x), []
     count = next((n for n in linear_few.ROWS if n >= rows), linear_few.ROWS[-1])
-    passes = -(-rows // count)
-    if short := passes * count - rows:
+    if short := -rows % count:
         x = torch.cat((x, x.new_zeros(short, x.shape[1])))
     wide = x if pairs else x.float()
-    room = scratch("chains", torch.get_num_threads() * linear_few.scratch_numbers(found.lanes, count))
-    done = []
     for weight, bias in projections:
-        outs, ins = weight.shape
-        out = torch.empty(passes * count, outs, dtype=torch.float32)
-        scale = scale_of(weight)
-        where = map(jit.address, (weight, wide, out, room, scale))
-        threads = jit.threads_for(passes * count * outs * ins, outs)
-        sizes = outs, ins >> int(pairs), outs // found.lanes, passes
-        jit.run(linear_few.product_code, jit.NUMBERS[x.dtype], (count, pairs, scale is not None), threads, *where, *sizes)
+        out = torch.empty(len(x), len(weight), dtype=torch.float32)
+        if _transposed(weight):
+            from . import linear_transposed
+
+            linear_transposed.run(wide, weight, out, count, pairs, x.dtype)
+        else:
+            linear_few.run(wide, weight, out, count, pairs, scale_of(weight), x.dtype)
         done.append((out if bias is None else out.add_(bias)).to(x.dtype)[:rows])
     return done
 
@@ -91,22 +91,24 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
     (rows, ins), found, element = x.shape, jit.compiler(), jit.NUMBERS[x.dtype]
     assert found is not None
     passes, words = -(-rows // linear_many.ROWS), ins >> int(pairs)
-    packed = scratch("rows", passes * words * linear_many.ROWS)
-    where, threads = (x.data_ptr(), packed.data_ptr()), jit.threads_for(rows * ins, passes, linear_many.ALONE)
-    jit.run(linear_many.pack_code, element, (pairs,), threads, *where, words, passes, rows - 1)
+    packed, parts = scratch("rows", passes * words * linear_many.ROWS), None  # packed for weights that lie so, if any
+    where, packing = (x.data_ptr(), packed.data_ptr()), jit.threads_for(rows * ins, passes, linear_many.ALONE)
     own = linear_many.scratch_bytes(found.lanes, passes)
     room = scratch("panels", torch.get_num_threads() * own // 4)
     done = []
     for weight, bias in projections:
+        if (lying := _transposed(weight)) is not parts:
+            jit.run(linear_many.pack_code, element, (pairs, lying), packing, *where, words, passes, rows - 1)
+            parts = lying
         outs = weight.shape[0]
         tiles, rest = divmod(outs, linear_many.TILES[found.lanes])
         out, bias = x.new_empty(rows, outs), None if bias is None else bias.contiguous()
         scale = scale_of(weight)
         addresses = map(jit.address, (weight, packed, out, bias, room, scale))
-        sizes = outs, words, tiles, own, passes, rows - 1
+        sizes = outs, words, tiles, own, passes, rows - 1, weight.stride(1)
         if tiles:
             threads = jit.threads_for(rows * outs * ins, tiles)
-            jit.run(linear_many.product_code, element, (pairs, scale is not None, bias is not None), threads, *addresses, *sizes)
+            jit.run(linear_many.product_code, element, (pairs, scale is not None, bias is not None, lying), threads, *addresses, *sizes)
         if rest:  # outputs of no whole tile
             out[:, -rest:] = _few(x, [(weight[-rest:], None if bias is None else bias[-rest:])], pairs)[0]
         done.append(out)
@@ -121,5 +123,5 @@ def compile_products(int8: bool = False) -> None:
         pairs = jit.multiplies_pairs()
         for rows in linear_few.ROWS:
             found.function(linear_few.product_code, "bfloat", rows, pairs, int8)
-        found.function(linear_many.pack_code, "bfloat", pairs)
-        found.function(linear_many.product_code, "bfloat", pairs, int8, False)
+        found.function(linear_many.pack_code, "bfloat", pairs, False)
+        found.function(linear_many.product_code, "bfloat", pairs, int8, False, False)

@@ -10,7 +10,11 @@ step takes as long as memory needs to give the weights. linear_many.py adds up i
 
 from __future__ import annotations
 
+import torch
+
+from . import jit
 from .ir import Code, Value, Values, transposed
+from .scratch import scratch
 
 CHAIN = 128  # steps
 BYTES = {"i8": 1, "i16": 2, "i32": 4, "float": 4}  # by word of a weight
@@ -21,6 +25,18 @@ TOGETHER = {1: 8, 2: 4, 4: 2}  # by rows: outputs accumulated at once, as regist
 def scratch_numbers(lanes: int, rows: int) -> int:
     """Numbers of one thread's chains of a tile."""
     return lanes * rows * lanes
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int, pairs: bool, scale: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """x [passes * rows, words] of rows of this type, times weight [outs, ins], times scale [outs] of an int8 one -> out fp32."""
+    (count, outs), found = out.shape, jit.compiler()
+    assert found is not None
+    room = scratch("chains", torch.get_num_threads() * scratch_numbers(found.lanes, rows))
+    where, threads = map(jit.address, (weight, x, out, room, scale)), jit.threads_for(count * weight.numel(), outs)
+    sizes = outs, weight.shape[1] >> int(pairs), outs // found.lanes, count // rows
+    jit.run(product_code, jit.NUMBERS[dtype], (rows, pairs, scale is not None), threads, *where, *sizes)
 
 
 def product_code(code: Code, rows: int, pairs: bool, int8: bool) -> None:

@@ -1,4 +1,5 @@
-"""Products of more than a few rows, compiled at run time, in the order of linear_few.py. Knows nothing of models.
+"""Products of more than a few rows, compiled at run time, in the order of linear_few.py, or linear_transposed.py where the weight lies
+so. Knows nothing of models.
 
 A tile is 32 outputs or 64. A block of its weights is woven into a panel once, as words in the order of chains, in memory that stays in the
 second-level cache, and read from there for six rows at a time, whose chains are in registers; meanwhile the next block is asked for.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from .ir import Code, Value, Values, transposed
 from .linear_few import BYTES, CHAIN
+from .linear_transposed import AHEAD, Words
 
 ROWS = 6  # of a pass
 TILES = {4: 32, 8: 32, 16: 64}  # by lanes: outputs
@@ -24,8 +26,8 @@ def scratch_bytes(lanes: int, passes: int) -> int:
     return 4 * TILES[lanes] * (lanes * (CHAIN + 1) + ROWS * passes)
 
 
-def pack_code(code: Code, pairs: bool) -> None:
-    """Fields: x [rows, words], out, words, passes, the last row."""
+def pack_code(code: Code, pairs: bool, parts: bool) -> None:
+    """Fields: x [rows, words], out, words, passes, the last row. parts: chains are parts of a block, as of transposed weights."""
     x, out = code.pointers(2)
     words, passes, end = code.fields(3)
     word = "i32" if pairs else code.stored
@@ -40,6 +42,16 @@ def pack_code(code: Code, pairs: bool) -> None:
             steps = span // code.lanes
             target, pitch = out.at("i32", (begin * passes + number * steps) * ROWS), steps * passes
 
+            def one(lane: Value, step: Value) -> None:
+                for m, line in enumerate(lines):
+                    at = line.at(word, begin + lane * steps + step)
+                    value = at.load("i32", 2) if pairs else code.up(at.load(code.stored, 2))
+                    target.at("i32", (pitch * lane + step) * ROWS + m).store(value)
+
+            if parts:
+                code.loop(code.lanes)(lambda lane: code.loop(steps)(lambda step: one(lane, step)))
+                return
+
             @code.loop(span, code.lanes)
             def _(k: Value) -> None:
                 for m, line in enumerate(lines):
@@ -49,10 +61,10 @@ def pack_code(code: Code, pairs: bool) -> None:
                         target.at("i32", (pitch * lane + k // code.lanes) * ROWS + m).store(value.lane(lane))
 
 
-def product_code(code: Code, pairs: bool, int8: bool, biased: bool) -> None:
+def product_code(code: Code, pairs: bool, int8: bool, biased: bool, parts: bool) -> None:
     """Fields: weight, x, out [rows, outs], bias, scratch, scale fp32 [outs] of an int8 weight, outs, words, tiles, bytes of a thread's
-    scratch, passes, the last row."""
-    _Product(code, pairs, int8, biased).write()
+    scratch, passes, the last row, numbers between a transposed weight's rows. parts: it is transposed."""
+    (_Transposed if parts else _Product)(code, pairs, int8, biased).write()
 
 
 class _Product:
@@ -66,7 +78,7 @@ class _Product:
         self.vectors = _VECTORS[code.lanes]
         self.group = self.vectors * code.lanes
         self.weight, self.x, self.out, self.bias, scratch, self.scale = code.pointers(6)
-        self.outs, self.words, self.tiles, own, self.passes, self.end = code.fields(6)
+        self.outs, self.words, self.tiles, own, self.passes, self.end, self.apart = code.fields(7)
         self.panel = scratch.at("i8", code.team()[0] * own)
         self.sums = self.panel.at("i32", self.tile * code.lanes * (CHAIN + 1))
 
@@ -91,7 +103,7 @@ class _Product:
         self.begin, self.span = begin, code.smaller(left, block)
         self.steps = self.span // code.lanes
         self.pitch = self.steps + 1  # so that chains do not lie on each other in the cache
-        self.following = self.rows.at(self.word, code.select(left > block, begin + block, self.words * self.tile))
+        self.following = self._following(begin + block, left > block)
         code.loop(self.tile, self.group)(self._weave)
 
         @code.loop(code.lanes)
@@ -101,12 +113,25 @@ class _Product:
             @code.loop(self.tile // self.group)  # inside: each reads the same rows of x, which stay in the second-level cache
             def _(group: Value) -> None:
                 panel = self.panel.at("i32", (group * code.lanes + lane) * self.pitch * self.group)
-                rows = self.group // code.lanes  # of the next block, which the passes ask for, one after the other, again and again
 
                 @code.loop(self.passes)
                 def _(number: Value) -> None:
-                    row = (lane * (self.tile // self.group) + group) * rows + number % rows
-                    self._pass(number, group, done, panel, self.following.at(self.word, row * self.words))
+                    self._pass(number, group, done, panel, self._coming(lane, group, number))
+
+    def _following(self, begin: Value, more: Value) -> Value:
+        """The address of the next block, which begins there, or is another tile's."""
+        return self.rows.at(self.word, self.code.select(more, begin, self.words * self.tile))
+
+    def _coming(self, lane: Value, group: Value, number: Value) -> Value:
+        """What a pass asks for of it: passes ask for its rows, one after the other, again and again."""
+        rows = self.group // self.code.lanes
+        row = (lane * (self.tile // self.group) + group) * rows + number % rows
+        return self.following.at(self.word, row * self.words)
+
+    def _ask(self, coming: Value, k: Value) -> None:
+        """Asks for what two steps of a pass ask for."""
+        for line in range(0, 2 * self.code.lanes, 64 // BYTES[self.word]):
+            self.code.prefetch(coming.at(self.word, k * self.code.lanes + line), 2)
 
     def _weave(self, first: Value) -> None:
         """Words of the block, of a group of outputs."""
@@ -153,11 +178,8 @@ class _Product:
                 after += [add(word, piece, chain) for piece, chain in zip(pieces, chains[m * self.vectors :])]
             return after
 
-        lines = range(0, 2 * code.lanes, 64 // BYTES[self.word])
-
         def two(k: Value, chains: Values) -> Values:
-            for line in lines:
-                code.prefetch(coming.at(self.word, k * code.lanes + line), 2)
+            self._ask(coming, k)
             return one(k + 1, one(k, chains))
 
         chains = code.fold(self.steps, 2, [code.constant(code.floats, 0.0)] * (ROWS * self.vectors), two)
@@ -182,3 +204,39 @@ class _Product:
                     value = value if scale is None else value * scale
                     place = self.out.at(code.stored, code.smaller(number * ROWS + m, self.end) * self.outs + at)
                     code.store_numbers(value if bias is None else value + bias, place)
+
+
+class _Transposed(_Product):
+    """The same of a weight [ins, outs]: its words come as a panel has them."""
+
+    def __init__(self, code: Code, pairs: bool, int8: bool, biased: bool) -> None:
+        super().__init__(code, pairs, int8, biased)
+        self.deep = self.apart * (1 + pairs)  # numbers from a word to the next
+        self.line = 64 // BYTES[code.stored]
+
+    def _following(self, begin: Value, more: Value) -> Value:
+        return self.weight.at(self.code.stored, self.code.select(more, begin * self.deep + self.first, self.first + self.tile))
+
+    def _coming(self, lane: Value, group: Value, number: Value) -> Value:
+        lines = self.tile // self.line
+        slot = (number * (self.tile // self.group) + group) % (lines * (1 + self.pairs))
+        at = lane * self.steps * self.deep + slot // lines * self.apart + slot % lines * self.line
+        return self.following.at(self.code.stored, at)
+
+    def _ask(self, coming: Value, k: Value) -> None:
+        for step in (k, k + 1):
+            self.code.prefetch(coming.at(self.code.stored, step * self.deep), 2)
+
+    def _weave(self, first: Value) -> None:
+        code, start = self.code, self.first + first
+        theirs = Words(code, self.weight, self.apart, self.pairs)
+        target = self.panel.at("i32", first * (self.pitch * code.lanes))
+
+        @code.loop(code.lanes)
+        def _(lane: Value) -> None:
+            @code.loop(self.steps)
+            def _(step: Value) -> None:
+                k, at = self.begin + lane * self.steps + step, (self.pitch * lane + step) * self.group
+                for vector in range(0, self.group, code.lanes):
+                    theirs.ask(k + AHEAD, start + vector)
+                    target.at("i32", at + vector).store(theirs.load(k, start + vector))

@@ -100,9 +100,10 @@ def test_kernels_compile_for_aarch64_but_for_pairs_of_bf16() -> None:
         others.add(name)
         for element, triple in zip(jit.NUMBERS.values(), (*TRIPLES, TRIPLES[0])):
             assert emitted(source(write, element, sizes, LANES), triple)[:4] in (ELF, MACH), f"{name}: no object for {triple}"
-    assert {name.split(".")[0] for name in x86} == {"linear_few", "linear_many", "paged_attention"}
+    assert {name.split(".")[0] for name in x86} == {"linear_few", "linear_many", "linear_transposed", "paged_attention"}
     assert all(" pairs" in name for name in x86)
-    assert {name.split(".")[0] for name in others} == {"layer", "linear_few", "linear_many", "norm_rope", "paged_attention", "recurrence"}
+    products = {"linear_few", "linear_many", "linear_transposed"}
+    assert {name.split(".")[0] for name in others} == {"layer", "norm_rope", "paged_attention", "recurrence", *products}
 
 
 def test_pairs_of_bf16_are_refused_without_their_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +167,10 @@ def test_a_product_has_the_same_bits(
     few = run(linear_few.product_code, (rows, False, quantized), *fields)[2]
     assert torch.equal((few + bias.float()).to(dtype), expected)
 
-    packed = run(linear_many.pack_code, (False,), x, torch.zeros(ins * linear_many.ROWS), ins, 1, rows - 1)[1]
+    packed = run(linear_many.pack_code, (False, False), x, torch.zeros(ins * linear_many.ROWS), ins, 1, rows - 1)[1]
     own = linear_many.scratch_bytes(lanes, 1)
-    fields = weight, packed, torch.zeros_like(expected), bias, torch.zeros(own // 4), scale, outs, ins, tiles, own, 1, rows - 1
-    many = run(linear_many.product_code, (False, quantized, True), *fields)[2]
+    fields = weight, packed, torch.zeros_like(expected), bias, torch.zeros(own // 4), scale, outs, ins, tiles, own, 1, rows - 1, 1
+    many = run(linear_many.product_code, (False, quantized, True, False), *fields)[2]
     assert many.abs().sum() > 0
     assert torch.equal(many, expected)
 

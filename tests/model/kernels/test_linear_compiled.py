@@ -30,13 +30,18 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return (linear_compiled.pairs if pairs else linear_compiled.chains)(x, [(weight, bias)])[0]
 
 
-def in_order(x: torch.Tensor, weight: torch.Tensor, lanes: int) -> torch.Tensor:
-    """One row's product as linear_few.py writes it down, number by number: fp32 products of 16-bit numbers are exact in fp64."""
+def in_order(x: torch.Tensor, weight: torch.Tensor, lanes: int, parts: bool) -> torch.Tensor:
+    """One row's product as linear_few.py writes it down, number by number: fp32 products of 16-bit numbers are exact in fp64.
+
+    parts: as linear_transposed.py does.
+    """
     out = torch.full((weight.shape[0],), -0.0)
     for begin in range(0, len(x), lanes * linear_few.CHAIN):
-        chains = torch.zeros(weight.shape[0], lanes)
-        for k in range(begin, min(len(x), begin + lanes * linear_few.CHAIN), lanes):
-            terms = x[k : k + lanes].double() * weight[:, k : k + lanes].double()
+        chains, stop = torch.zeros(weight.shape[0], lanes), min(len(x), begin + lanes * linear_few.CHAIN)
+        steps = (stop - begin) // lanes
+        for step in range(steps):
+            at = begin + torch.arange(lanes) * steps + step if parts else begin + step * lanes + torch.arange(lanes)
+            terms = x[at].double() * weight[:, at].double()
             chains = (chains.double() + terms).float()
         for lane in range(lanes):
             out = out + chains[:, lane]
@@ -76,11 +81,31 @@ def test_any_rows_have_the_bits_of_many(
             assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("dtype", "pairs"), WAYS)
+@pytest.mark.parametrize(("outs", "ins"), [(64, 64), (896, 896), (64, 4864), (2176, 320)])
+def test_any_rows_times_a_transposed_weight_have_equal_bits(
+    outs: int, ins: int, dtype: torch.dtype, pairs: bool, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    torch.manual_seed(outs)
+    weight, bias, x = torch.randn(ins, outs).to(dtype).t(), torch.randn(outs).to(dtype), torch.randn(70, ins).to(dtype)
+    assert linear_compiled.takes(weight)
+    for added in (None, bias):
+        whole = product(x, weight, added, pairs)
+        exact = x.double() @ weight.double().t() + (0 if added is None else added.double())
+        assert (whole - exact).abs().max() <= EXACT[dtype] * exact.abs().max()
+        for rows in ROWS:
+            assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("dtype", "pairs"), WAYS)
 @pytest.mark.parametrize("outs", [16, 80, 144])
-def test_outputs_of_no_whole_tile(outs: int, dtype: torch.dtype, pairs: bool) -> None:
+def test_outputs_of_no_whole_tile(outs: int, dtype: torch.dtype, pairs: bool, transposed: bool) -> None:
     torch.manual_seed(outs)
     weight, bias, x = torch.randn(192, 1024).to(dtype), torch.randn(192).to(dtype), torch.randn(70, 1024).to(dtype)
+    weight = weight.t().contiguous().t() if transposed else weight
     for added in (None, bias):
         whole = product(x, weight, added, pairs)[:, :outs]
         for rows in ROWS:
@@ -88,13 +113,15 @@ def test_outputs_of_no_whole_tile(outs: int, dtype: torch.dtype, pairs: bool) ->
             assert torch.equal(product(x[-rows:], weight[:outs], None if added is None else added[:outs], pairs), whole[-rows:])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ins", [64, 1024, 4864])
-def test_products_add_up_in_the_order_written_down(ins: int, dtype: torch.dtype) -> None:
+def test_products_add_up_in_the_order_written_down(ins: int, dtype: torch.dtype, transposed: bool) -> None:
     found = jit.compiler()
     assert found is not None
     weight, x = torch.randn(64, ins).to(dtype), torch.randn(ins).to(dtype)
-    assert torch.equal(product(x[None], weight)[0], in_order(x, weight, found.lanes).to(dtype))
+    lying = weight.t().contiguous().t() if transposed else weight
+    assert torch.equal(product(x[None], lying)[0], in_order(x, weight, found.lanes, transposed).to(dtype))
 
 
 def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +135,8 @@ def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_products_of_the_same_rows() -> None:
-    weights = [torch.randn(outs, 256) for outs in (128, 64, 64)]
-    biases = [torch.randn(128), None, torch.randn(64)]
+    weights = [*(torch.randn(outs, 256) for outs in (128, 64, 64)), torch.randn(256, 64).t(), torch.randn(64, 256)]
+    biases = [torch.randn(128), None, torch.randn(64), torch.randn(64), None]
     for rows in (2, 40):
         x = torch.randn(rows, 256)
         for found, weight, bias in zip(linears("onednn", x, list(zip(weights, biases))), weights, biases):
@@ -123,7 +150,7 @@ def test_what_is_not_compiled_runs_by_the_library(kernel: Any, monkeypatch: pyte
     weight, x = torch.randn(128, 1024).to(dtype), torch.randn(30, 1024).to(dtype)
     assert linear_compiled.takes(weight)
     assert dispatch.compiled(kernel, weight, dtype) is False
-    for other in (weight[:100], weight[:, :1000], weight.t(), weight.double()):
+    for other in (weight[:100], weight[:, :1000], weight.t()[::2], weight.t()[:, :100], weight.t().to(torch.int8), weight.double()):
         assert not linear_compiled.takes(other)
     for odd in (weight[:100], weight[:, :1000].contiguous()):
         mine = x[:, : odd.shape[1]].contiguous()
