@@ -18,9 +18,9 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from ... import page_memory
 from ...errors import BlobError, StoreError
 from ...kv import PAGE_TOKENS, Page
-from ...page_memory import zeros
 from ...private import lock
 from . import blob_files
 from .blob import PIECE, Blob, Progress, fits, open_blob, same, tensors, view
@@ -80,7 +80,9 @@ class Filling:
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
         if layer == len(row.widths):
-            packed = view(zeros((blob.plan.size(layer),), torch.uint8, torch.device("cpu"), whole=True))  # states stay where they are read
+            size = blob.plan.size(layer)
+            memory = page_memory.pool.take(size) or page_memory.new_map(size, True)
+            packed = view(page_memory.tensor_over(memory, torch.uint8))  # states stay where they are read
             blob.read(layer, [packed], done)
             self.checkpoints = blob.unsealed(layer, packed)
             return
