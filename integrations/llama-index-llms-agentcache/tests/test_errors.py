@@ -159,8 +159,9 @@ def test_agents_and_memories_that_are_none() -> None:
         answer_at_tail(3, Berth)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="llm=3: must be an LLM"):
         AppendOnlyMemory.from_defaults(llm=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="token_limit=-1: must be positive"):
-        AppendOnlyMemory(token_limit=-1)
+    for limit, words in ((0, "token_limit=0: must be positive"), ("x", "token_limit='x': input should be a valid integer")):
+        with pytest.raises(ConfigError, match=f"^{words}"):
+            AppendOnlyMemory.from_defaults(token_limit=limit)  # type: ignore[arg-type]
 
 
 def test_a_function_is_no_tool_yet(llm: Make) -> None:
