@@ -222,7 +222,7 @@ class AgentCacheLLM(ObjectLLM):
             for delta in stream.deltas():
                 if (response := answer.feed(delta.kind, delta.text)) is not None:
                     yield response
-            yield self._finish(ask, answer, stream.completion, self._likeliest(stream.completion))
+            yield self._finish(ask, answer, stream.completion, likeliest(stream.completion, self.engine.tokenizer.decode))
 
     async def _aresponses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseAsyncGen:
         await self._host.hints.look()
@@ -232,15 +232,12 @@ class AgentCacheLLM(ObjectLLM):
         try:
             async for piece in pieces:
                 if isinstance(piece, Completion):  # a server is asked the text of each token
-                    likely = await asyncio.to_thread(self._likeliest, piece) if piece.logprobs else None
+                    likely = await asyncio.to_thread(likeliest, piece, self.engine.tokenizer.decode) if piece.logprobs else None
                     yield self._finish(ask, answer, piece, likely)
                 elif (response := answer.feed(*piece)) is not None:
                     yield response
         finally:
             await pieces.aclose()
-
-    def _likeliest(self, completion: Completion) -> list[list[LogProb]] | None:
-        return likeliest(completion, self.engine.tokenizer.decode)
 
     def _finish(self, ask: Ask, answer: Answer, completion: Completion, likely: list[list[LogProb]] | None) -> ChatResponse:
         response = answer.finish(completion)
