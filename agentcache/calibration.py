@@ -148,7 +148,7 @@ class Calibration:
         """Read what `save` wrote; CalibrationError if it is something else."""
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise CalibrationError(f"calibration {str(path)!r} cannot be read: {error}; run `agentcache calibrate` again") from error
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise CalibrationError(f"calibration {str(path)!r} has another format: run `agentcache calibrate` again")

@@ -49,6 +49,7 @@ class RemoteModel:
 
     def __init__(self, call: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
         self._call = call
+        self._texts: dict[int, str] = {}
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
@@ -73,8 +74,11 @@ class RemoteModel:
         return {"input_ids": self._call("POST", "/v1/engine/render", {"text": text})["ids"]}
 
     def decode(self, ids: Seq[int]) -> str:
-        """The text of token ids."""
-        return str(self._call("POST", "/v1/engine/decode", {"ids": list(ids)})["text"])
+        """The text of token ids. That of a token alone is remembered: likelihoods name hundreds, mostly the same."""
+        if len(ids) == 1 and ids[0] in self._texts:
+            return self._texts[ids[0]]
+        text = str(self._call("POST", "/v1/engine/decode", {"ids": list(ids)})["text"])
+        return self._texts.setdefault(ids[0], text) if len(ids) == 1 else text
 
     def render(
         self, messages: Messages, tools: Tools = (), *, namespace: str = "default", template_kwargs: Mapping[str, Any] | None = None
@@ -97,9 +101,13 @@ class RemoteEngine(ProcessOwned):
 
     def __init__(self, base_url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         super().__init__()
-        url = httpx.URL(base_url)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(f"base_url={base_url!r}: must be the address of an `agentcache serve`, such as 'http://127.0.0.1:8787'")
+        told = f"base_url={base_url!r}: must be the address of an `agentcache serve`, such as 'http://127.0.0.1:8787'"
+        try:
+            url = httpx.URL(base_url)
+        except (TypeError, httpx.InvalidURL) as error:
+            raise ConfigError(told) from error
+        if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
+            raise ConfigError(told)
         self._url, self._model = base_url.rstrip("/").removesuffix("/v1"), model or None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 from agentcache import Engine
 from agentcache.cli.app import app
 from agentcache.server.app import create_app
-from agentcache.server.listening import EndingServer
+from agentcache.server.listening import EndingServer, listening
 from agentcache.server.registered_tools import RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
 from agentcache.server.state import ServerState
@@ -103,7 +102,7 @@ def serving(
     """Serve these models, by default the embedded one, until the block ends."""
     served = ServedModels(list(models) or [embedded(store)], idle_s)
     state = ServerState(served, Tenants.read(keys, most), RegisteredTools(store), **bounds)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as end:
+    with listening("127.0.0.1", 0) as listener, ExitStack() as end:
         server = EndingServer(create_app(state), state.closing)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

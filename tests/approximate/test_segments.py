@@ -424,6 +424,8 @@ def test_a_calibration_loads_as_saved_or_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(CalibrationError, match="calibrate"):
             Calibration.load(path)
+    with pytest.raises(CalibrationError, match="calibration 'True' cannot be read"):
+        Calibration.load(True)  # type: ignore[arg-type]
     with pytest.raises(CalibrationError, match="no calibration"):
         find(None, tmp_path, "x", "m", "float32")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -109,6 +110,12 @@ def test_errors_keep_their_classes(remote: RemoteEngine, local: Engine) -> None:
         remote.stream(ASKED, namespace="mine")
     with pytest.raises(EngineClosedError, match="no server answers"), RemoteEngine("http://127.0.0.1:9") as nowhere:
         nowhere.stream(ASKED)
+
+
+@pytest.mark.parametrize("address", [5, "localhost:8787", "http://127.0.0.1:port", "http://127.0.0.1:99999"])
+def test_an_address_that_is_none_is_named(address: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"base_url={address!r}: must be the address of an `agentcache serve`")):
+        RemoteEngine(address)
 
 
 def test_tool_groups_are_pinned_and_released(served: Served, remote: RemoteEngine) -> None:

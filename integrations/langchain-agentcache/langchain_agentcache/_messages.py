@@ -55,7 +55,7 @@ def _converted(index: int, message: BaseMessage, answered: Collection[str] = ())
 def _with_mark(index: int, message: SystemMessage) -> str:
     """The text, its blocks after the last one with `cache_control` marked as volatile; "" if there are none."""
     blocks = message.content if isinstance(message.content, list) else []
-    tagged = [number for number, block in enumerate(blocks) if isinstance(block, Mapping) and block.get("cache_control")]
+    tagged = [number for number, block in enumerate(blocks) if control(block)]
     if not tagged or tagged[-1] + 1 == len(blocks):
         return ""
     cut = tagged[-1] + 1
@@ -101,7 +101,7 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
             thoughts.append(_thinking(block))
         elif kind == "json" and "json" in block:
             texts.append(json.dumps(block["json"], ensure_ascii=False))
-        elif kind not in _CALLS and not (isinstance(message, AIMessage) and _DONE.fullmatch(str(kind))):
+        elif kind not in _CALLS and not _point(block) and not (isinstance(message, AIMessage) and _DONE.fullmatch(str(kind))):
             shown = f"of type {kind!r}" if kind else f"without a type, {block!r:.100}"
             raise ModelInvalidRequestError(
                 f"messages[{index}]: a {message.type} message with a block {shown}: this model reads text only; "
@@ -117,6 +117,18 @@ def _thinking(block: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in parts)
 
 
+def control(block: Any) -> Any:
+    """The `cache_control` of a block; that of Bedrock is a block of its own, after what is to be kept."""
+    if not isinstance(block, Mapping):
+        return None
+    return {"ttl": point.get("ttl", "5m")} if (point := _point(block)) else block.get("cache_control")
+
+
+def _point(block: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    point = block.get("cachePoint") or block.get("cache_point")
+    return point if isinstance(point, Mapping) else None
+
+
 def marked(messages: Sequence[BaseMessage], whole: Mapping[str, Any] | None = None) -> dict[int, Mapping[str, Any]]:
     """`cache_control` of blocks, by how many messages it holds: up to its own, and all leading system messages, which templates join.
 
@@ -126,6 +138,6 @@ def marked(messages: Sequence[BaseMessage], whole: Mapping[str, Any] | None = No
     found: dict[int, Mapping[str, Any]] = {}
     for index, message in enumerate(messages):
         for block in message.content if isinstance(message.content, list) else ():
-            if isinstance(block, Mapping) and block.get("cache_control"):
-                found[max(index + 1, leading)] = block["cache_control"]
+            if said := control(block):
+                found[max(index + 1, leading)] = said
     return found if whole is None else {leading: whole, **found}

@@ -188,9 +188,9 @@ class Settings(BaseLanguageModel):
             self._lease.join(self.engine)
             return cast("Engine", self.engine)
         if self.base_url is not None:
-            key = self.api_key.get_secret_value() if self.api_key else None
+            served = {"base_url": self.base_url, "api_key": _told(self.api_key) or None}
             with translated():
-                return cast("Engine", RemoteEngine.shared(model or self.model, lease=self._lease, base_url=self.base_url, api_key=key))
+                return cast("Engine", RemoteEngine.shared(model or self.model, lease=self._lease, **served))
         if not (model or self.model):
             raise ModelInvalidRequestError("model='': name a Hugging Face id or a folder, or pass engine=... or base_url=...")
         with translated():
@@ -201,8 +201,7 @@ class Settings(BaseLanguageModel):
 
     def _engine_options(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _FOR_ENGINE}
-        if isinstance(self.token, SecretStr):
-            given["token"] = self.token.get_secret_value()
+        given["token"] = _told(self.token)
         options = {name: value for name, value in given.items() if value is not None and value is not False}  # 0 bytes are said
         return options if self.cache_dir is None else {**options, "store": self.cache_dir or None}
 
@@ -221,7 +220,7 @@ class Settings(BaseLanguageModel):
         """
         settings: dict[str, Any] = {name: plain(getattr(self, name)) for name in self._deciding()}
         if self.api_key is not None:  # it is the namespace there
-            key = self.api_key.get_secret_value().encode("utf-8", "surrogatepass")
+            key = str(_told(self.api_key)).encode("utf-8", "surrogatepass")
             settings["namespace"] = hashlib.blake2b(key, digest_size=8).hexdigest()
         if self.engine is not None:
             settings["engine"] = _identities.setdefault(self.engine, uuid.uuid4().hex)  # a name may stand for several, an id comes again
@@ -267,6 +266,7 @@ class Settings(BaseLanguageModel):
         return out
 
     def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any], logprobs: int | None = None) -> Sampling:
+        seconds(self.timeout)  # which may have been assigned: a timer takes anything, and fails in its own thread
         given = {name: kwargs.get(name, getattr(self, name)) for name in SAMPLING}
         ends = stop if stop is not None else kwargs.get("stop") or self.stop or ()
         if not isinstance(ends, (str, list, tuple)):
@@ -276,12 +276,13 @@ class Settings(BaseLanguageModel):
         return Sampling(stop=texts, logprobs=logprobs, context_tokens=self.num_ctx, **fields)
 
     def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        given = kwargs.get("template_kwargs") or {}
-        if not isinstance(given, Mapping):
-            raise ModelInvalidRequestError(f"template_kwargs={given!r:.200}: must be a dict of arguments of the chat template")
+        standing, given = self.template_kwargs or {}, kwargs.get("template_kwargs") or {}
+        for each in (standing, given):
+            if not isinstance(each, Mapping):
+                raise ModelInvalidRequestError(f"template_kwargs={each!r:.200}: must be a dict of arguments of the chat template")
         wanted = kwargs.get("reasoning", self.reasoning)
         thinking = {} if wanted is None else {"enable_thinking": bool(wanted)}
-        return {**self.template_kwargs, **thinking, **given}
+        return {**standing, **thinking, **given}
 
     def _form(self, kwargs: Mapping[str, Any]) -> Any:
         """What a completion is to be: the response format of the call, or the one that the model is set to."""
@@ -298,6 +299,11 @@ class Settings(BaseLanguageModel):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The model that `to_config` described."""
         return cls(**{name: rebuilt(name, value) for name, value in config.items()})
+
+
+def _told(secret: Any) -> Any:
+    """A secret in clear; what was assigned to the model's field is one already."""
+    return secret.get_secret_value() if isinstance(secret, SecretStr) else secret
 
 
 def seconds(timeout: Any) -> float | None:

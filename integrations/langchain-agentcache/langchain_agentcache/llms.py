@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
@@ -20,6 +20,8 @@ from ._output import metadata_of, usage_of
 from ._settings import Settings
 from ._tools import constraint
 from .errors import OutputCutError, translated
+
+T = TypeVar("T")
 
 _COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
 
@@ -120,7 +122,7 @@ class AgentCacheLLM(Settings, BaseLLM):
                     async for text in self._atexts(stream):
                         if told:
                             await told(text)
-                return self._result([stream.completion for stream in streams])
+                return await self._beside(self._result, [stream.completion for stream in streams])
 
     @override
     def _stream(
@@ -151,7 +153,7 @@ class AgentCacheLLM(Settings, BaseLLM):
                     if run_manager:
                         await run_manager.on_llm_new_token(text, chunk=chunk)
                     yield chunk
-                last = model._info(streams[0].completion)
+                last = await model._beside(model._info, streams[0].completion)
             yield GenerationChunk(text="", generation_info=last)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -207,6 +209,10 @@ class AgentCacheLLM(Settings, BaseLLM):
                     yield chunk.text
 
     # -- answers ---------------------------------------------------------------------------------------------------
+
+    async def _beside(self, call: Callable[[Any], T], done: Any) -> T:
+        """The result of a call; in a thread where it tells probabilities, for which a server is asked the text of each token."""
+        return await in_thread(call, done) if self.logprobs else call(done)
 
     def _result(self, done: list[Completion]) -> LLMResult:
         texts = [each.message.content if self.apply_chat_template else each.text for each in done]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,17 @@ def test_receipts_are_the_servers(url: str) -> None:
     with AgentCacheLLM(base_url=url, api_key=ALICE, max_tokens=8) as llm:
         first, second = (llm.complete("When is high water in Port Averil?").raw["receipt"] for _ in range(2))
     assert second["cached_tokens"] == first["prompt_tokens"] - 1
+
+
+def test_no_event_loop_waits_for_texts_of_tokens(url: str, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    with AgentCacheLLM(base_url=url, api_key=ALICE, max_tokens=8) as llm:
+        assert llm.metadata.context_window
+        ask = llm.engine.tokenizer._call
+        monkeypatch.setattr(llm.engine.tokenizer, "_call", lambda *given: threads.append(threading.current_thread()) or ask(*given))
+        answer = run(llm.acomplete("When?", logprobs=3))
+    assert 0 < len(threads) <= len({one.token for each in answer.logprobs for one in each})
+    assert threading.main_thread() not in threads
 
 
 def test_a_script_answers_on_a_server(url: str) -> None:

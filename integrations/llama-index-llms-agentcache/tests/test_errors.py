@@ -51,6 +51,24 @@ def test_settings_that_cannot_be(shared_engine: Engine, settings: dict[str, Any]
         AgentCacheLLM(engine=shared_engine, **settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", "hot", "temperature='hot': must be 0"),
+        ("max_tokens", None, "max_tokens=None: must be an integer of at least 1"),
+        ("context_window", "wide", "context_window='wide': input should be a valid integer"),
+        ("late_system", "robot", "late_system='robot': must be 'user' or 'system'"),
+        ("additional_kwargs", None, "additional_kwargs=None: must be a dict"),
+    ],
+)
+def test_an_assigned_setting_that_cannot_be_is_named(llm: Make, name: str, value: Any, words: str) -> None:
+    """Neither pydantic nor LlamaIndex checks what is assigned."""
+    model = llm("Aye.")
+    setattr(model, name, value)
+    with pytest.raises(ConfigError, match=words):
+        model.chat([user("Tide?")])
+
+
 def test_models_that_are_none(shared_engine: Engine, tmp_path: Path) -> None:
     for wrong in (3, "Qwen"):
         with pytest.raises(ConfigError, match=f"engine={wrong!r}: must be an agentcache.Engine"):
@@ -141,8 +159,9 @@ def test_agents_and_memories_that_are_none() -> None:
         answer_at_tail(3, Berth)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="llm=3: must be an LLM"):
         AppendOnlyMemory.from_defaults(llm=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="token_limit=-1: must be positive"):
-        AppendOnlyMemory(token_limit=-1)
+    for limit, words in ((0, "token_limit=0: must be positive"), ("x", "token_limit='x': input should be a valid integer")):
+        with pytest.raises(ConfigError, match=f"^{words}"):
+            AppendOnlyMemory.from_defaults(token_limit=limit)  # type: ignore[arg-type]
 
 
 def test_a_function_is_no_tool_yet(llm: Make) -> None:

@@ -18,6 +18,7 @@ from agentcache import Message
 
 from .. import _pins
 from .._caller_warnings import caller_warnings
+from .._messages import control
 from .._output import told_account
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
@@ -243,5 +244,5 @@ def _stable(message: SystemMessage | None) -> SystemMessage | None:
     """What stays in front: the blocks up to the last tagged one."""
     if message is None or not isinstance(message.content, list):
         return message
-    tagged = [number for number, block in enumerate(message.content) if isinstance(block, dict) and block.get("cache_control")]
+    tagged = [number for number, block in enumerate(message.content) if control(block)]
     return message.model_copy(update={"content": message.content[: tagged[-1] + 1]}) if tagged else message

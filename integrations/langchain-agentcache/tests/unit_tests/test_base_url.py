@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def test_text_is_continued_by_a_server(url: str) -> None:
         remote, local = (llm.generate(["The keeper of the"]).generations[0][0] for llm in (there, here))
     assert remote.text == local.text
     assert remote.generation_info["logprobs"] == local.generation_info["logprobs"]
+
+
+async def test_no_event_loop_waits_for_texts_of_tokens(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    with AgentCacheLLM(base_url=url, max_tokens=8, logprobs=True, top_logprobs=3) as llm:
+        llm.api_key = ALICE  # which no class checks, or makes a secret of
+        ask = llm._engine().tokenizer._call
+        monkeypatch.setattr(llm._engine().tokenizer, "_call", lambda *given: threads.append(threading.current_thread()) or ask(*given))
+        done = (await llm.agenerate(["When?"])).generations[0][0].generation_info["logprobs"]["content"]
+        [chunk async for chunk in llm.astream("When?")]
+    assert 0 < len(threads) <= len({one["id"] for each in done for one in (each, *each["top_logprobs"])})
+    assert threading.main_thread() not in threads
 
 
 def test_a_servers_adapter_is_a_model_or_an_adapter(tmp_path: Path) -> None:

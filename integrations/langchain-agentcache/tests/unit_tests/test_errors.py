@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harbour import ASKED, Ship, tide
-from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache, errors
+from langchain_agentcache import AgentCacheLLM, AgentCacheMiddleware, ChatAgentCache, errors
 from langchain_core import exceptions as theirs
 from langchain_core.messages import HumanMessage
 
@@ -41,6 +41,23 @@ def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
         ChatAgentCache(**{"model": "x", **settings})
     assert isinstance(caught.value, ValueError)
     assert "validation error for" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [ChatAgentCache, AgentCacheLLM])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", "hot", "temperature='hot': must be 0"),
+        ("timeout", "soon", "timeout='soon': must be a positive number of seconds"),
+        ("template_kwargs", "x", "template_kwargs='x': must be a dict"),
+    ],
+)
+def test_an_assigned_setting_that_cannot_be_is_named(model_folder: str, kind: Any, name: str, value: Any, words: str) -> None:
+    """Neither pydantic nor LangChain checks what is assigned: a timer with a text for its seconds never ended an answer."""
+    model = kind(model=model_folder, memory_bytes=64 << 20)
+    setattr(model, name, value)
+    with pytest.raises(errors.ModelInvalidRequestError, match=words):
+        model.invoke(ASKED)
 
 
 WRONG_CALLS = [

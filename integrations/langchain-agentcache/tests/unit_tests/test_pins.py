@@ -11,6 +11,7 @@ import pytest
 import script
 from harbour import ASKED
 from langchain_agentcache import errors
+from langchain_agentcache._messages import converted
 from langchain_core import exceptions as theirs
 from langchain_core.messages import HumanMessage, SystemMessage
 
@@ -118,3 +119,13 @@ def test_a_pin_that_was_forgotten_is_made_again(chat: Any, pins: list[Any]) -> N
     model.invoke(messages, **PINNED)
     assert pins[-1] in engine.groups
     assert pins[-1] is not pins[0]
+
+
+def test_a_cache_point_of_bedrock_pins_what_is_before_it(chat: Any, pins: list[Any]) -> None:
+    """As histories have them that ChatBedrockConverse began: a block of its own, in a message of any kind."""
+    point = {"cachePoint": {"type": "default", "ttl": "1h"}}
+    system = SystemMessage([{"type": "text", "text": "You keep a light."}, point, {"type": "text", "text": "It is noon."}])
+    chat().invoke([system, HumanMessage([{"type": "text", "text": ASKED}, point])])
+    tagged = SystemMessage([{"type": "text", "text": "You keep a light.", "cache_control": {"ttl": "1h"}}, system.content[2]])
+    assert len(pins) == 2
+    assert converted([system]) == converted([tagged])

@@ -8,6 +8,7 @@ chat(messages, tools=...)
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    LogProb,
     MessageRole,
     ToolCallBlock,
 )
@@ -110,13 +112,16 @@ class AgentCacheLLM(ObjectLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        return LLMMetadata(
-            context_window=self.context_window or self.engine.model.context_tokens,
-            num_output=self.max_tokens,
-            is_chat_model=prompts.of_text(self) is None,  # otherwise LlamaIndex asks by complete()
-            is_function_calling_model=prompts.of_messages(self) is None,
-            model_name=self.model or self.engine.name,
-        )
+        try:
+            return LLMMetadata(
+                context_window=self.context_window or self.engine.model.context_tokens,
+                num_output=requests.sampling({"max_tokens": self.max_tokens}, {}).max_tokens,
+                is_chat_model=prompts.of_text(self) is None,  # otherwise LlamaIndex asks by complete()
+                is_function_calling_model=prompts.of_messages(self) is None,
+                model_name=self.model or self.engine.name,
+            )
+        except ValidationError as error:  # of what was assigned
+            raise ConfigError(in_words(error)) from error
 
     def count(self, text: str) -> list[int]:
         """The model's own token ids of a text: `Settings.tokenizer = llm.count` makes LlamaIndex count as this model does."""
@@ -217,7 +222,7 @@ class AgentCacheLLM(ObjectLLM):
             for delta in stream.deltas():
                 if (response := answer.feed(delta.kind, delta.text)) is not None:
                     yield response
-            yield self._finish(ask, answer, stream.completion)
+            yield self._finish(ask, answer, stream.completion, likeliest(stream.completion, self.engine.tokenizer.decode))
 
     async def _aresponses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseAsyncGen:
         await self._host.hints.look()
@@ -226,17 +231,18 @@ class AgentCacheLLM(ObjectLLM):
         pieces = self._host.pieces(lambda: self._open(ask, messages, answer))
         try:
             async for piece in pieces:
-                if isinstance(piece, Completion):
-                    yield self._finish(ask, answer, piece)
+                if isinstance(piece, Completion):  # a server is asked the text of each token
+                    likely = await asyncio.to_thread(likeliest, piece, self.engine.tokenizer.decode) if piece.logprobs else None
+                    yield self._finish(ask, answer, piece, likely)
                 elif (response := answer.feed(*piece)) is not None:
                     yield response
         finally:
             await pieces.aclose()
 
-    def _finish(self, ask: Ask, answer: Answer, completion: Completion) -> ChatResponse:
+    def _finish(self, ask: Ask, answer: Answer, completion: Completion, likely: list[list[LogProb]] | None) -> ChatResponse:
         response = answer.finish(completion)
         assert isinstance(response.raw, dict)
-        response.logprobs = likeliest(completion, self.engine.tokenizer.decode)
+        response.logprobs = likely
         self._host.hints.tell(response.raw, completion, ask.prompt, Offer(ask.offer.shown).callable_names)
         said = completion.text if isinstance(ask.prompt, str) else completion.message
         dispatcher.event(ReceiptEvent(receipt=response.raw, prompt=ask.prompt, tools=ask.offer.shown, answer=said))

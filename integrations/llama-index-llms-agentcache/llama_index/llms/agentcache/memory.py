@@ -14,7 +14,7 @@ from typing import Any
 
 import llama_index.core
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, model_validator
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, ValidationError, model_validator
 from llama_index.core.llms.llm import LLM
 from llama_index.core.memory.types import BaseMemory
 
@@ -22,6 +22,7 @@ from agentcache.errors import ConfigError
 
 from .base import AgentCacheLLM
 from .host import counting
+from .saved_args import in_words
 
 Count = Callable[[str], Sequence[Any]]
 
@@ -41,6 +42,12 @@ class AppendOnlyMemory(BaseMemory):
 
     _count: Count | None = PrivateAttr(default=None)
     _sizes: list[int] = PrivateAttr(default_factory=list)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(in_words(error)) from error
 
     @model_validator(mode="after")
     def _check(self) -> AppendOnlyMemory:

@@ -51,9 +51,9 @@ class ReplayLLM(AgentCacheLLM):
         ids = [*self.count(text), *([end] if (end := self.engine.tokenizer.eos_token_id) is not None else [])]
         return replace(ask, sampling=replace(ask.sampling, forced=tuple(ids), max_tokens=len(ids))), answer
 
-    def _finish(self, ask: Ask, answer: Answer, completion: Completion) -> ChatResponse:
+    def _finish(self, ask: Ask, answer: Answer, completion: Completion, *told: Any) -> ChatResponse:
         self._receipts.append(completion.receipt)
-        return super()._finish(ask, answer, completion)
+        return super()._finish(ask, answer, completion, *told)
 
 
 def kept(receipts: Sequence[Receipt]) -> list[float]:

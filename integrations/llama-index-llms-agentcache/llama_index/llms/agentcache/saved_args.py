@@ -147,5 +147,5 @@ def in_words(error: ValidationError) -> str:
 
 
 def _one(wrong: Mapping[str, Any]) -> str:
-    text = wrong["msg"]
-    return f"{'.'.join(map(str, wrong['loc']))}={wrong['input']!r:.200}: {text[:1].lower()}{text[1:]}"
+    text, field = wrong["msg"].removeprefix("Value error, "), ".".join(map(str, wrong["loc"]))
+    return f"{field}={wrong['input']!r:.200}: {text[:1].lower()}{text[1:]}" if field else text

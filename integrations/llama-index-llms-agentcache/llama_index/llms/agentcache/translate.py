@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llama_index.core.base.llms.types import CachePoint, ChatMessage, CitableBlock, CitationBlock, TextBlock, ThinkingBlock, ToolCallBlock
 
 from agentcache import Message, ToolCall
-from agentcache.errors import MessageError
+from agentcache.errors import ConfigError, MessageError
 
 LateSystem = Literal["user", "system"]
 KEEP_IN_MESSAGE = "agentcache"  # where a formatter puts stop strings into a message's additional_kwargs
@@ -35,6 +35,8 @@ def to_messages(messages: Sequence[ChatMessage], late_system: LateSystem = "user
 
     A result after an answer without calls is told by the user, as results of code are: a CodeActAgent leaves out its call of `handoff`.
     """
+    if late_system not in get_args(LateSystem):
+        raise ConfigError(f"late_system={late_system!r:.200}: must be 'user' or 'system'")
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise MessageError(f"messages={messages!r:.200}: give a list of ChatMessage; for a plain text use complete()")
     out: list[Message] = []
