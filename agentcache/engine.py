@@ -173,10 +173,9 @@ class Engine(ProcessOwned, Documents):
             self._policy.check_requests(namespace, adapter)
         called, received = time.perf_counter(), self.store.heed()
         chosen = None if adapter is None else self._adapters.find(adapter)
-        layout = self.renderer.render(
-            messages, tools, rendering=rendering, tools_order=tools_order, namespace=namespace, template_kwargs=template_kwargs,
-            volatile=volatile, sticky=() if group is None else self._groups.tools(namespace, group, chosen),
-            most_tokens=self.model.context_tokens,
+        layout = self.renderer.render(messages, tools, volatile=volatile, rendering=rendering, tools_order=tools_order,
+            template_kwargs=template_kwargs, namespace=namespace, most_tokens=self.model.context_tokens,
+            sticky=() if group is None else self._groups.tools(namespace, group, chosen),
         )  # fmt: skip
         sampling = fitted(sampling, layout, self.model)
         consent = self.reuse if reuse is None else reuse
