@@ -52,14 +52,15 @@ async def create(body: MessagesBody, request: Request, state: Serving, tenant: C
 async def count(body: MessagesBody, state: Serving, tenant: Caller) -> Response:
     """Count the tokens of a prompt, computing none."""
     said, tools, kwargs = _prompt(body)
-    async with state.models.use(body.model) as engine:
+    with state.admit(tenant):
+        async with state.models.use(body.model) as engine:
 
-        def counted() -> int:
-            adapter, volatile = adapter_of(engine, body.model), tuple(body.volatile or ())
-            found = engine.probe(said, tools, volatile=volatile, namespace=tenant.namespace, adapter=adapter, template_kwargs=kwargs)
-            return found.prompt_tokens
+            def counted() -> int:
+                adapter, volatile = adapter_of(engine, body.model), tuple(body.volatile or ())
+                found = engine.probe(said, tools, volatile=volatile, namespace=tenant.namespace, adapter=adapter, template_kwargs=kwargs)
+                return found.prompt_tokens
 
-        return JSONResponse({"input_tokens": await anyio.to_thread.run_sync(counted)})
+            return JSONResponse({"input_tokens": await anyio.to_thread.run_sync(counted)})
 
 
 # -- what is asked -------------------------------------------------------------------------------------------------
