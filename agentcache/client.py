@@ -227,6 +227,14 @@ class RemoteEngine(ProcessOwned):
         said = self._call("POST", "/v1/engine/forget", {"group": group, "session": session, "older_than": older_than})
         return Forgotten(**{**said, "groups": tuple(said["groups"])})
 
+    def add_adapter(self, name: str, source: Any, **options: Any) -> str:
+        """Refuse: a server loads adapters as it starts."""
+        raise ConfigError(f"add_adapter({name!r}): adapters are the server's: start it with `agentcache serve MODEL --adapter NAME=PATH`")
+
+    def remove_adapter(self, name: str) -> bool:
+        """Refuse, as `add_adapter` does."""
+        raise ConfigError(f"remove_adapter({name!r}): adapters are the server's: start it without this one")
+
     # -- documents -------------------------------------------------------------------------------------------------
 
     def arrange(

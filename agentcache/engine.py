@@ -173,9 +173,9 @@ class Engine(ProcessOwned, Documents):
             self._policy.check_requests(namespace, adapter)
         called, received = time.perf_counter(), self.store.heed()
         chosen = None if adapter is None else self._adapters.find(adapter)
-        layout = self.renderer.render(
-            messages, tools, rendering=rendering, tools_order=tools_order, namespace=namespace, template_kwargs=template_kwargs,
-            volatile=volatile, sticky=() if group is None else self._groups.tools(namespace, group, chosen),
+        layout = self.renderer.render(messages, tools, volatile=volatile, rendering=rendering, tools_order=tools_order,
+            template_kwargs=template_kwargs, namespace=namespace, most_tokens=self.model.context_tokens,
+            sticky=() if group is None else self._groups.tools(namespace, group, chosen),
         )  # fmt: skip
         sampling = fitted(sampling, layout, self.model)
         consent = self.reuse if reuse is None else reuse
@@ -325,7 +325,7 @@ class Engine(ProcessOwned, Documents):
             return self._groups.timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
         called, received = time.perf_counter(), self.store.heed()
         sticky = () if group is None else self._groups.tools(namespace, group, chosen)
-        layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
+        layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, most_tokens=self.model.context_tokens, **shown)
         filled = layout
         if self.model.spec is not None and self.model.spec.recurrent:
             from .layout.opening import at_multiple

@@ -86,8 +86,9 @@ class SchemaError(PromptError):
 class ContextOverflowError(PromptError):
     """The prompt does not fit the model's context; raised before any prefill.
 
-    prompt_tokens and context_tokens are token counts; over_tokens is by how much the request is too long. max_tokens: the least
-    that a completion needs. setting: what made the context shorter than the model's, with its value.
+    prompt_tokens and context_tokens are token counts, the first an estimate of two digits where it is several times the other;
+    over_tokens is by how much the request is too long. max_tokens: the least that a completion needs. setting: what made the
+    context shorter than the model's, with its value.
     """
 
     def __init__(self, prompt_tokens: int, context_tokens: int, max_tokens: int = 0, setting: str = "") -> None:

@@ -12,6 +12,7 @@ import torch
 
 from agentcache import Engine, Reason, Sampling, errors
 from agentcache.kv import Page
+from agentcache.layout.tokenise import Encoder
 from agentcache.runner import Runner
 from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, wait_until
@@ -46,6 +47,16 @@ def test_a_prompt_over_the_context_names_the_excess() -> None:
         short = running.generate("tide", sampling=decode(5000))
         assert short.receipt.prompt_tokens + short.receipt.completion_tokens == 100, "max_tokens is cut to the room there is"
         assert short.finish_reason == "length"
+
+
+def test_a_prompt_far_too_long_is_refused_by_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, encode, long = list[int](), Encoder._encode, long_text(3000)
+    monkeypatch.setattr(Encoder, "_encode", lambda encoder, text: (read.append(len(text)), encode(encoder, text))[1])
+    with engine(model=models.build("qwen3", max_position_embeddings=100)) as running:
+        for ask in (running.stream, running.pin, running.warm):
+            with pytest.raises(errors.ContextOverflowError, match="exceeds the context of 100 tokens"):
+                ask(chat(long) if ask == running.pin else long)
+    assert 0 < max(read) < len(long) / 2
 
 
 @pytest.mark.parametrize(

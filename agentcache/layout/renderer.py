@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Volatile = str | Message | Mapping[str, Any] | Sequence[str | Message | Mapping[str, Any]]
 TEXTS = 4096  # remembered texts that stand in many prompts
+SPARSE = 16  # characters in a token, which few texts have
 PREFIXES = 128  # remembered stable prefixes; each costs some small renderings to find again
 
 
@@ -90,7 +91,7 @@ class Renderer:
                 f"volatile={shown(volatile)}: a string prompt and rendering='stock' are shown as given; write it there yourself"
             )
         if isinstance(messages, str):
-            return self._render_text(messages, tools, options.namespace)
+            return self._render_text(messages, tools, options)
 
         def render(listed: Sequence[Message | Mapping[str, Any]]) -> Rendered:
             return self._layout(self._requests.build(listed, tools, options), generation)
@@ -124,6 +125,7 @@ class Renderer:
         text, frame = self._shown(request, generation)
         if not text:
             raise TemplateError(f"the chat template made '' of {len(request.turns)!r} messages: pass another chat_template=")
+        self._check_length(text, request.options.most_tokens)
         stock, namespace = request.options.rendering == "stock", request.options.namespace
         encoded, spent = self._encode(namespace, text, frame) if stock else self._encode_own(text, request, frame)
         encoded = replace(encoded, places=frame.places)
@@ -285,13 +287,20 @@ class Renderer:
                 return encoded, spent + compared
         return self._encoder.resume(known, shared, text)
 
-    def _render_text(self, text: str, tools: Sequence[Any], namespace: str) -> Layout:
+    def _check_length(self, text: str, most_tokens: int) -> None:
+        if 0 < SPARSE * most_tokens < len(text):
+            from .overlong import check_length
+
+            check_length(text, SPARSE * most_tokens, most_tokens, self._encoder)
+
+    def _render_text(self, text: str, tools: Sequence[Any], options: Options) -> Layout:
         if tools:
             raise MessageError("a string prompt cannot show tools: write them into the prompt or pass a list of messages")
         if not text:
             raise MessageError("the prompt '' is empty: give at least one character")
-        encoded, spent = self._encode(namespace, text)
-        self._memory.keep(namespace, encoded)
+        self._check_length(text, options.most_tokens)
+        encoded, spent = self._encode(options.namespace, text)
+        self._memory.keep(options.namespace, encoded)
         ids = [*self._leading(text), *encoded.ids]
         return Layout(ids, (Span("text", 0, len(ids)),), text, tokenised_chars=spent)
 

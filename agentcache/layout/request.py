@@ -35,6 +35,7 @@ class Options:
     sticky: Sequence[str] = ()  # the recorded order of tools, for tools_order="sticky"
     namespace: str = "default"
     template_kwargs: Mapping[str, Any] | None = None
+    most_tokens: int = 0  # a prompt that takes several times as many is refused before all of it is tokenised; 0: none is
 
     def __post_init__(self) -> None:
         check_name("namespace", self.namespace)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -90,27 +89,18 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def in_transformers_form(tokenizer: Any) -> Any:
-    """A tokenizer that renders a chat template: this one, that of a processor, or transformers' conversion of mistral-common's.
-
-    The conversion has equal ids. ConfigError: it fails, or the tokenizer has no vocabulary.
-    """
+    """A tokenizer that renders a chat template: this one, a processor's, or mistral-common's converted. ConfigError: it has no words."""
     if any(base.__name__ == "ProcessorMixin" for base in type(tokenizer).__mro__):
         template, tokenizer = getattr(tokenizer, "chat_template", None), tokenizer.tokenizer
         if template and not getattr(tokenizer, "chat_template", None):
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = template
-    if type(tokenizer).__name__ != "MistralCommonBackend":
-        _check_vocabulary(tokenizer)
-        return tokenizer
-    from transformers import PreTrainedTokenizerFast
+    if type(tokenizer).__name__ == "MistralCommonBackend":
+        from .mistral_common import converted
 
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder, save_format="hf")
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        advice = "load it by AutoTokenizer.from_pretrained(NAME, mistral_format=False)"
-        raise ConfigError(f"tokenizer 'MistralCommonBackend' cannot be converted ({type(error).__name__}: {error}): {advice}") from error
+        return converted(tokenizer)
+    _check_vocabulary(tokenizer)
+    return tokenizer
 
 
 def _check_vocabulary(tokenizer: Any) -> None:

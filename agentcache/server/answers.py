@@ -85,7 +85,10 @@ async def opened(
     if state.closing.is_set():
         raise _closing()
     stack.enter_context(state.admit(tenant))
-    engine = await stack.enter_async_context(state.models.use(model))
+    try:
+        engine = await stack.enter_async_context(state.models.use(model, lambda loaded: _unless_gone(state, request, loaded, None)))
+    except CancelledError as error:
+        raise _left(error) from error
     identity = f"{prefix}-{secrets.token_hex(12)}"
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
     stack.callback(record.leave)
@@ -103,25 +106,25 @@ async def opened(
 async def whole(state: ServerState, request: Request, answer: Answer, work: Awaitable[Mapping[str, Any]]) -> Response:
     """The answer at once, as `work` makes it. The request ends where its client leaves, or its time is over."""
     try:
-        told = await _unless_gone(state, request, work)
+        told = await _unless_gone(state, request, work, state.answer_s)
     except TimeoutError as error:
         answer.record.fail("timeout")
         raise _late(state) from error
     except CancelledError as error:
-        raise ServerError(499, str(error), code="client_left") from error
+        raise _left(error) from error
     except AgentCacheError as error:
         answer.record.fail(str(error))
         raise
     return Json({**told, **answer.told()})
 
 
-async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T]) -> T:
+async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T], most_s: float | None) -> T:
     """The result of `work`, which is cancelled if the client leaves or the server ends. TimeoutError: it takes longer than it may."""
     task = asyncio.ensure_future(work)
     gone, closing = asyncio.ensure_future(_gone(request.receive)), asyncio.ensure_future(state.closing.wait())
     try:
         waiting: tuple[asyncio.Future[Any], ...] = (task, gone, closing)
-        done, _ = await asyncio.wait(waiting, timeout=state.answer_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waiting, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             return task.result()
         if not done:
@@ -214,6 +217,10 @@ def sse(data: Any, event: str | None = None) -> str:
     """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data if isinstance(data, str) else _compact(data)}\n\n"
+
+
+def _left(error: CancelledError) -> ServerError:
+    return ServerError(499, str(error), code="client_left")
 
 
 def _late(state: ServerState) -> ServerError:

@@ -225,9 +225,10 @@ async def delete(name: str, state: Serving, tenant: Caller) -> Response:
 async def query(body: QueryBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Ask a registered group a question."""
     group = state.tools.find(tenant.namespace, body.group)
-    async with state.models.use(group.model) as engine:
-        if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
-            await _warmed(engine, group, tenant)  # its time was over
+    with state.admit(tenant):
+        async with state.models.use(group.model) as engine:
+            if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
+                await _warmed(engine, group, tenant)  # its time was over
     messages = [{"role": "system", "content": group.system}] if group.system else []
     messages.append({"role": "user", "content": body.question})
     said = body.model_dump(exclude={"group", "question"}, exclude_none=True) | {"model": group.model}
@@ -242,15 +243,16 @@ async def query(body: QueryBody, request: Request, state: Serving, tenant: Calle
 @router.post("/v1/cache/probe", tags=["cache"])
 async def probe(body: ProbeBody, state: Serving, tenant: Caller) -> Response:
     """Tell how many tokens of a prompt would be found, in which tier, and why no more."""
-    async with state.models.use(body.model) as engine:
-        messages = [with_role(message) for message in body.messages]
-        volatile = tuple(body.volatile or ())
+    with state.admit(tenant):
+        async with state.models.use(body.model) as engine:
+            messages = [with_role(message) for message in body.messages]
+            volatile = tuple(body.volatile or ())
 
-        def look() -> dict[str, Any]:
-            adapter = body.adapter or adapter_of(engine, body.model)
-            return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile, adapter=adapter).as_dict()
+            def look() -> dict[str, Any]:
+                adapter = body.adapter or adapter_of(engine, body.model)
+                return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile, adapter=adapter).as_dict()
 
-        return JSONResponse(await anyio.to_thread.run_sync(look))
+            return JSONResponse(await anyio.to_thread.run_sync(look))
 
 
 @router.post("/v1/cache/forget", tags=["cache"])

@@ -52,14 +52,15 @@ async def create(body: MessagesBody, request: Request, state: Serving, tenant: C
 async def count(body: MessagesBody, state: Serving, tenant: Caller) -> Response:
     """Count the tokens of a prompt, computing none."""
     said, tools, kwargs = _prompt(body)
-    async with state.models.use(body.model) as engine:
+    with state.admit(tenant):
+        async with state.models.use(body.model) as engine:
 
-        def counted() -> int:
-            adapter, volatile = adapter_of(engine, body.model), tuple(body.volatile or ())
-            found = engine.probe(said, tools, volatile=volatile, namespace=tenant.namespace, adapter=adapter, template_kwargs=kwargs)
-            return found.prompt_tokens
+            def counted() -> int:
+                adapter, volatile = adapter_of(engine, body.model), tuple(body.volatile or ())
+                found = engine.probe(said, tools, volatile=volatile, namespace=tenant.namespace, adapter=adapter, template_kwargs=kwargs)
+                return found.prompt_tokens
 
-        return JSONResponse({"input_tokens": await anyio.to_thread.run_sync(counted)})
+            return JSONResponse({"input_tokens": await anyio.to_thread.run_sync(counted)})
 
 
 # -- what is asked -------------------------------------------------------------------------------------------------
@@ -115,6 +116,9 @@ def _text_of(place: str, content: Any, between: str = "\n") -> str:
     for block in content if isinstance(content, list) else [content] if content else []:
         kind = _kind(block)
         source = block.get("source") if kind == "document" else None
+        cites = block.get("citations") if kind in ("document", "search_result") else None
+        if isinstance(cites, Mapping) and cites.get("enabled"):
+            raise refused(f"{place}.citations", cites, "answers cite nothing here: leave it out")
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
         elif kind == "search_result":
@@ -152,6 +156,9 @@ def _choice(body: MessagesBody) -> tuple[str | dict[str, Any] | None, bool | Non
     """`tool_choice` as chat has it, and whether several calls are allowed; None: as the model likes."""
     if (chosen := body.tool_choice) is None:
         return None, None
+    names = [tool.get("name") for tool in body.tools or []]
+    if (chosen.type == "any" and not names) or (chosen.type == "tool" and chosen.name not in names):
+        raise refused("tool_choice", chosen.model_dump(exclude_none=True), f"there is no such tool: tools has {names!r:.200}")
     named = {"type": "function", "function": {"name": chosen.name}}
     return named if chosen.type == "tool" else "required" if chosen.type == "any" else chosen.type, not chosen.disable_parallel_tool_use
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from .answers import EVENTS, Answer, EventStream, Json, opened, sse, whole
-from .chat import DONE, arguments_of, asking, logprob_of, with_role
+from .chat import DONE, arguments_of, asking, logprobs_of, with_role
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
 from .state import Caller, Serving
@@ -123,7 +123,8 @@ class ResponseWriter:
             for event in self._take(delta):
                 yield event
         completion = self._answer.stream.completion
-        for event in self._close(completion):
+        told = await logprobs_of(self._answer.engine, completion.logprobs) if self._logprobs else []
+        for event in self._close(completion, told):
             yield event
         cut = completion.finish_reason == "length" or completion.cut
         status = "incomplete" if cut else "completed"
@@ -215,14 +216,13 @@ class ResponseWriter:
         self._item = None
         return events
 
-    def _close(self, completion: Completion) -> list[dict[str, Any]]:
+    def _close(self, completion: Completion, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Events that end the last item; an answer of nothing is an empty message."""
         events = [] if self.output else self._text("message", "")
         if self._item is not None and (completion.cut or completion.finish_reason == "length"):
             self._item["status"] = "incomplete"
         if self._logprobs and self._item is not None and self._item["type"] == "message":
-            told = [logprob_of(self._answer.engine, one) for one in completion.logprobs]
-            self._item["content"][0]["logprobs"] = told
+            self._item["content"][0]["logprobs"] = logprobs
         return [*events, *self._done()]
 
 

@@ -17,6 +17,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Messages = Annotated[Objects, Field(examples=[[{"role": "user", "content": "When is high water?"}]])]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Most = Annotated[int | None, Field(ge=1)]  # tokens of an answer
 TOKENS = 1 << 31  # of an answer that names no bound: as many as the context has room for, as OpenAI's and vLLM's servers have it
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these values only
     "n": (1,),
@@ -125,8 +126,8 @@ class ChatBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Most = None
+    max_completion_tokens: Most = None
     stop: str | Texts | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -161,7 +162,7 @@ class CompletionBody(Body):
     """POST /v1/completions: raw prompts, without a chat template."""
 
     prompt: Annotated[Text | list[Text], BeforeValidator(_texts)]
-    max_tokens: int | None = None
+    max_tokens: Most = None
     stop: str | Texts | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     stream_options: StreamOptions | None = None
@@ -201,7 +202,7 @@ class ResponseBody(Body):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Most = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: Texts | None = None
     store: bool | None = True
@@ -251,7 +252,7 @@ class MessagesBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSettings | None = None
     output_config: OutputSettings | None = None
-    max_tokens: int | None = None
+    max_tokens: Most = None
     stop_sequences: Texts | None = None
     cache_control: dict[str, Any] | None = None
     context_management: ContextSettings | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -118,13 +118,14 @@ class ServedModels:
         return found
 
     @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[Engine]:
-        """The engine of that model, loaded if it is not, and kept open until the block ends."""
+    async def use(self, name: str | None, wait: Callable[[Awaitable[object]], Awaitable[object]] | None = None) -> AsyncIterator[Engine]:
+        """The engine of that model, loaded if it is not, and kept open until the block ends. wait: for its loading."""
         model = self.get(name)
         model.busy += 1
         try:
             loading = model.load()
-            await asyncio.wait([loading])  # which goes on for others, if this request ends
+            loaded = asyncio.wait([loading])  # which goes on for others, if this request ends
+            await (wait(loaded) if wait else loaded)
             if (error := loading.exception()) is not None:
                 said = f"model {model.name!r} could not be loaded: {model.phase}"
                 raise ServerError(503, said, kind="server_error", code="model_failed", headers={"Retry-After": "5"}) from error

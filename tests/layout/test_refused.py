@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentcache.errors import ConfigError, MessageError, TemplateError, ToolSchemaError
+from agentcache.errors import ConfigError, ContextOverflowError, MessageError, TemplateError, ToolSchemaError
 from agentcache.layout import Renderer, rendering, template
+from agentcache.layout.overlong import check_length
+from agentcache.layout.tokenise import Encoder
 from agentcache.types import Message, Tool, ToolCall
 from tests.chat_templates import CHATML, tokenizer
 from tests.layout.renderers import renderer_of
@@ -161,3 +163,26 @@ def test_each_probe_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template.Template(tokenizer("byte_bpe"), CHATML).shape(True)
     assert len(set(map(repr, asked))) == len(asked)
     assert sum(not listed for _, listed, _ in asked) == (8 + 1) + (7 + 1) - 1, "both begin with the same message"
+
+
+@pytest.mark.parametrize("how", ["canonical", "stock", "text"])
+def test_a_prompt_far_too_long_is_not_tokenised_whole(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, said, read = renderer_of(), "The harbour master reads the tables. " * 3000, list[int]()
+    whole = len(renderer.render(said).ids)
+    encode = Encoder._encode
+    monkeypatch.setattr(Encoder, "_encode", lambda self, text: (read.append(len(text)), encode(self, text))[1])
+    asked = {"messages": said} if how == "text" else {"messages": [Message("user", said)], "rendering": how}
+    with pytest.raises(ContextOverflowError) as refused:
+        renderer_of().render(**asked, most_tokens=100)
+    assert max(read) <= 6400
+    assert abs(refused.value.prompt_tokens - whole) < 0.1 * whole
+    renderer_of().render(**asked, most_tokens=whole + 50)  # it would fit
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "wordpiece"])
+@pytest.mark.parametrize("text", ["a" * 9000, "word " * 9000, "\n" * 9000, "e\u0301" * 9000], ids=["letters", "words", "lines", "marks"])
+def test_a_text_that_fits_is_never_refused(kind: str, text: str) -> None:
+    encoder = Encoder(tokenizer(kind))
+    most = len(encoder.encode(text)[0])
+    for chars in (37, 1000, 8000):
+        check_length(text, chars, most, encoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from contextlib import suppress
@@ -198,7 +199,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", 400),
     ({"audio": {}}, "audio", 400),
     ({"temperature": -1}, None, 400),
-    ({"max_tokens": 0}, None, 400),
+    ({"max_tokens": 0}, "max_tokens", 400),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", 400),
     ({"stop": [""]}, None, 400),
     ({"messages": []}, None, 400),
     ({"messages": "hello"}, "messages", 400),
@@ -324,3 +326,22 @@ def test_a_prompt_too_long_is_told_in_openais_words(served: Served) -> None:
         refused = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "water " * 9000}]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert refused.json()["error"]["message"].startswith("This model's maximum context length is 8192 tokens: "), "litellm reads it"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": ASKED, "max_tokens": 2, "logprobs": True}),
+        ("/v1/completions", {"prompt": "The keeper", "max_tokens": 2, "logprobs": 1}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2, "include": ["message.output_text.logprobs"]}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_become_texts_off_the_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], stream: bool
+) -> None:
+    loops: list[object] = []
+    monkeypatch.setattr("agentcache.server.chat.token_bytes", lambda *given: (loops.append(asyncio._get_running_loop()), b"x")[1])
+    with served.client() as http:
+        assert '"logprob' in http.post(path, json={**asked, "stream": stream}).text
+    assert set(loops) == {None}, "1,500 tokens with 20 others each stopped all answers for 0.4 s"

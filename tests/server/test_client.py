@@ -361,3 +361,10 @@ def test_documents_take_what_an_engine_takes(remote: RemoteEngine) -> None:
 def test_the_client_loads_no_torch() -> None:
     said = "import sys; from agentcache import RemoteEngine, Stream; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+def test_adapters_are_refused_with_the_way_out(remote: RemoteEngine) -> None:
+    with pytest.raises(ConfigError, match="add_adapter.'judge'.*agentcache serve MODEL --adapter NAME=PATH"):
+        remote.add_adapter("judge", "judge/")
+    with pytest.raises(ConfigError, match="remove_adapter.'judge'"):
+        remote.remove_adapter("judge")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,20 @@ def test_a_body_is_bounded_with_and_without_a_length(tmp_path: Path) -> None:
         assert http.post(CHAT, content=b"x" * 1001).status_code == 413
         assert http.post(CHAT, content=iter([b"x" * 600, b"x" * 600])).status_code == 413
         assert http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).status_code == 200
+
+
+def test_counting_and_probing_take_a_place(served: Served) -> None:
+    with served.client() as http, ExitStack() as places:
+        http.post("/tools", json={"name": "desk", "system": "You help at a desk."})
+        for _ in range(16):
+            places.enter_context(served.state.tenants.admit(next(iter(served.state.tenants))))
+        asked = {"messages": [{"role": "user", "content": "hi"}]}  # each may hold 32 MiB to tokenise: 6 GB
+        query = {"group": "desk", "question": "?"}
+        for path, body in (("/v1/messages/count_tokens", asked), ("/v1/cache/probe", asked), ("/query", query)):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1"), path
+        places.close()
+        assert http.post("/v1/messages/count_tokens", json=asked).json()["input_tokens"] > 0
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_what_claude_code_sends_is_answered_and_cached(served: Served) -> None:
 
 def test_blocks_become_the_messages_of_a_chat() -> None:
     document = {"type": "document", "title": "Log", "source": {"type": "text", "media_type": "text/plain", "data": "Fog."}}
+    document["citations"] = {"enabled": False}
     found = {"type": "search_result", "title": "Tides", "source": "a.txt", "content": [{"type": "text", "text": "At 9."}]}
     failed = {"type": "tool_result", "tool_use_id": "a", "content": "no such port", "is_error": True}
     call = {"type": "tool_use", "id": "a", "name": "tide", "input": {"port": "X"}}
@@ -205,12 +206,14 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+CITED = {"type": "document", "source": {"type": "text", "data": "Fog."}, "citations": {"enabled": True}}
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [CITED]}]}, "messages[0].content.citations={'enabled': True}"),
         ({"messages": [QUESTION, {"role": "assistant", "content": "At"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "messages[1]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 5}]}]}, "messages[0].content"),
@@ -218,8 +221,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         ({"system": [IMAGE]}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tool_choice": {"type": "tool", "name": "none"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "none"}}, "tool_choice={'type': 'tool', 'name': 'none'}"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice={'type': 'tool'}"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"context_management": {"edits": 5}}, "context_management.edits"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}, "thinking.display"),

@@ -166,6 +166,12 @@ def test_stored_responses_are_bounded_with_their_instructions_and_tools(monkeypa
     assert 5 < len(kept) < 11
 
 
+def test_a_bound_of_no_tokens_is_named(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.openai(strict=True).responses.create(**{**ASKED, "max_output_tokens": 0})
+    assert refused.value.param == "max_output_tokens"
+
+
 def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:
     response = served.openai(strict=True).responses.create(**ASKED, max_output_tokens=3)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -51,6 +52,26 @@ def test_health_is_answered_while_weights_load() -> None:
         asking.join()
         assert answers == [200], "a request waits until its model is there"
         assert http.get("/ready").json()["ready"]
+
+
+def test_a_client_that_leaves_a_loading_model_frees_its_place() -> None:
+    go = threading.Event()
+
+    def open_slowly(say: Callable[[str], None]) -> Engine:
+        go.wait()
+        return Engine("embedded", store=None)
+
+    with serving(ServedModel("slow", open_slowly), most=1) as served, served.client() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(CHAT, json=BODY, timeout=0.3)
+        for _ in range(1000):
+            if not served.state.tenants.running:
+                break
+            time.sleep(0.01)
+        left = (served.state.tenants.running, served.state.models.first.busy, served.state.models.first.state)
+        go.set()
+        assert left == (0, 0, "loading")
+        assert http.post(CHAT, json=BODY).status_code == 200
 
 
 def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
