@@ -59,8 +59,8 @@ class Kept:
 
     @property
     def name(self) -> bytes:
-        """Name of a place: equal for equal ids after equal text."""
-        return blake3(self.signature.digest + self.exact + self.signature.left.tobytes()).digest(length=16)
+        """Name of a place: where another page says the same, it is another one, and stays when this one goes."""
+        return blake3(self.pack()).digest(length=16)
 
     def pack(self) -> bytes:
         """Pack it into bytes, always of the same length."""
@@ -189,7 +189,7 @@ class LSHIndex:
             if any(place.name == kept.name for place in places):
                 return False
             places.append(kept)
-            del places[:-PLACES]
+            del places[1 : 1 - PLACES]  # the first one stays: a learnt text, that outlives the conversations which repeat it
             return True
 
     def find(self, scope: Scope, signature: Signature, exact: bytes) -> list[Proposal]:

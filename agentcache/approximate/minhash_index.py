@@ -45,9 +45,9 @@ class MinHashIndex:
         store.on_renewal(self.clear)  # a new folder holds no signatures
 
     def retune(self, tau: float) -> None:
-        """Propose by another least similarity from now on."""
-        if tau != self.signatures.tau:
-            self.signatures = LSHIndex(tau)
+        """Propose by the least similarity that any calibration asks for: of two in turn, none has the index made anew."""
+        if tau < self.signatures.tau:
+            self.signatures, self._read = LSHIndex(tau), {}
 
     # -- noting ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,8 @@ class MinHashIndex:
             first = tick(connection, len(sealed))
             connection.executemany(
                 "INSERT INTO segments (namespace, fingerprint, regime, name, packed, created, used) VALUES (?, ?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (namespace, fingerprint, regime, name) DO UPDATE SET packed = excluded.packed, used = excluded.used",
+                "ON CONFLICT (namespace, fingerprint, regime, name) "
+                "DO UPDATE SET packed = excluded.packed, created = excluded.created, used = excluded.used",
                 [(*key, *segment, time.time(), first + i) for i, segment in enumerate(sealed)],
             )
             over = connection.execute("SELECT count(*) FROM segments").fetchone()[0] - MOST_ROWS
@@ -105,10 +106,11 @@ class MinHashIndex:
         if (disk := self.store.disk) is None:
             return 0
         with self._lock:
-            known = self._read.pop(scope, 0) if scope in self.signatures else 0  # what had to leave memory is read again
-            self._read[scope], found = self._rows(disk, scope, known)
-            if len(self._read) > MOST:
-                del self._read[next(iter(self._read))]
+            read = self._read
+            known = read.pop(scope, 0) if scope in self.signatures else 0  # what had to leave memory is read again
+            read[scope], found = self._rows(disk, scope, known)
+            if len(read) > MOST:
+                del read[next(iter(read))]
         return sum(self.signatures.add(scope, kept) for kept in found)
 
     def _rows(self, disk: DiskTier, scope: Scope, after: int) -> tuple[int, list[Kept]]:
@@ -142,6 +144,8 @@ class MinHashIndex:
     def clear(self, namespace: str | None = None) -> None:
         """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
         self.signatures.clear(namespace)
+        # what is noted next must not seem to be all that there is; another dict: who reads meanwhile fills the old one
+        self._read = {scope: row for scope, row in self._read.copy().items() if namespace not in (None, scope.namespace)}
 
 
 def _name(folder: Folder, kept: Kept) -> bytes:

@@ -126,11 +126,12 @@ def test_equal_ids_come_first_then_the_likest_left_context() -> None:
 def test_equal_places_are_kept_once_and_a_text_has_few() -> None:
     index, one = LSHIndex(), words(1)
     assert index.add(SCOPE, kept(index.signer, one))
-    assert not index.add(SCOPE, kept(index.signer, one, slot=99))
-    for seed in range(10):
-        assert index.add(SCOPE, kept(index.signer, one, words(seed, 16)))
-    assert len(index.find(SCOPE, index.signer.sign(WordWindow(0, 64, one)), b"")) == PLACES
-    assert len(index) == 1
+    assert not index.add(SCOPE, kept(index.signer, one))
+    for slot in range(1, 10):
+        assert index.add(SCOPE, kept(index.signer, one, slot=slot))
+    found = index.find(SCOPE, index.signer.sign(WordWindow(0, 64, one)), b"")
+    assert [proposal.kept.slot for proposal in found] == [0, 7, 8, 9], "the first is mostly of a learnt text, which stays longest"
+    assert (len(found), len(index)) == (PLACES, 1)
 
 
 def test_the_longest_unused_text_goes() -> None:
@@ -259,6 +260,35 @@ def test_what_left_memory_is_read_again(index: Index) -> None:
     assert signed.find(SCOPE, prompt(), windows[1]) == []
     assert signed.refresh(SCOPE) == 4
     assert signed.find(SCOPE, prompt(), windows[1])
+
+
+def test_what_is_noted_after_a_deletion_hides_no_rows(index: Index) -> None:
+    _, windows = noted(index)
+    later = index_over(index)
+    later.refresh(SCOPE)
+    later.clear("default")
+    note_now(later, [WordWindow(7, 71, words(7))])
+    assert later.refresh(SCOPE) == 4
+    assert all(later.find(SCOPE, prompt(), window) for window in windows)
+
+
+def test_text_that_is_noted_again_is_young(index: Index) -> None:
+    noted(index)
+    index.database.write(lambda c: c.execute("UPDATE segments SET created = 1.0"))
+    noted(index)  # its pages were evicted, and computed again
+    assert index.drop_segments(before=time.time() - 60.0) == 0
+
+
+def test_the_lowest_threshold_of_several_finds_for_all(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed, windows = noted(index)
+    signed.refresh(SCOPE)
+    signed.retune(0.6)
+    assert signed.refresh(SCOPE) == 4
+    monkeypatch.setattr(Kept, "unpack", lambda packed: pytest.fail("a row was read twice"))
+    for tau in (0.9, 0.6):
+        signed.retune(tau)
+        assert signed.refresh(SCOPE) == 0
+        assert signed.find(SCOPE, prompt(), windows[1])
 
 
 def test_a_window_belongs_to_the_page_with_its_middle(index: Index) -> None:

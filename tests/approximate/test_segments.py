@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Iterable
@@ -24,12 +25,14 @@ from agentcache.model.attention import Part
 from agentcache.model.hf import HFModel
 from agentcache.plan import Attach, make
 from agentcache.runner import Runner, Work
+from agentcache.store.admin.prune import prune
 from agentcache.store.entry import Entry
 from agentcache.store.keys import Scope, as_ids
 from agentcache.types import Precision, StoreOptions
 from tests import models
 from tests.approximate.repeated_text import DOC, FIRST, GREEDY, LAYERS, OTHER, calibration, engine, prompt, tiny_model
 from tests.families import DENSE, tokens
+from tests.saved_adapters import save_for
 
 SCOPE = Scope("default", "weights")
 LENGTH = 1100
@@ -523,13 +526,46 @@ def test_a_forgotten_text_leaves_others_to_be_found(tmp_path: Path) -> None:
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=calibration(fingerprint=fingerprint)) as engine:
         assert engine.store.disk is not None
         counts = []
-        for texts in (["first " * 200], ["first " * 200, f"second {DOC}"[:900]]):
+        for texts in ([f"first {DOC}"[:600]], [f"first {DOC}"[:600], f"second {DOC}"[:600]]):  # each within a page
             engine.learn({f"text {number}": text for number, text in enumerate(texts)}, pack_tokens=1)
             engine.flush()
             counts.append(engine.store.disk.index.stats()["segments"])
         engine.unlearn(["text 1"])
         engine.flush()
         assert 0 < counts[0] <= engine.store.disk.index.stats()["segments"] < counts[1]
+
+
+def test_texts_learnt_again_under_another_system_prompt_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
+    model, tokenizer, fingerprint = tiny_model()
+    with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=calibration(fingerprint=fingerprint)) as engine:
+        for system in ("Today is Monday.", "It is Tuesday, of all days."):
+            engine.learn({"doc": DOC}, system=system)
+        engine.flush()
+        assert len(engine.documents()) == 1
+        engine.store.clear()
+        assert engine.generate(OTHER, sampling=GREEDY).receipt.segment_tokens > 500
+
+
+@pytest.mark.parametrize("how", ["age", "adapter"])
+def test_deleted_texts_leave_no_signature(how: str, tmp_path: Path) -> None:
+    model, tokenizer, fingerprint = tiny_model()
+    save_for(copy.deepcopy(model), tmp_path / "judge")
+    given = {"store": str(tmp_path / "store"), "adapters": {"judge": tmp_path / "judge"}}
+    with Engine(model, tokenizer, **given) as engine:
+        engine.learn([DOC], adapter="judge")
+    with Engine(model, tokenizer, **given, reuse="approximate", calibration=calibration(fingerprint=fingerprint)) as engine:
+        assert engine.store.disk is not None
+        learnt = time.time()
+        engine.pin([{"role": "user", "content": DOC}], adapter="judge")  # its rows are younger than the pages
+        engine.flush()
+        index, digest = engine.store.disk.index, engine.adapters["judge"]
+        assert index.stats()["segments"] > 9
+        if how == "age":
+            engine.forget(older_than=time.time() - learnt)
+        else:
+            prune(engine.store.disk.folder, index, group=digest, force=True)
+        assert (index.stats()["rows"], index.stats()["segments"]) == (0, 0)
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])

@@ -9,6 +9,7 @@ import json
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class _Item:
     size: int
     key: bytes
     parent: bytes
+    namespace: str
     fingerprint: str
 
 
@@ -103,14 +105,23 @@ def prune(
     if isinstance(group, ToolGroup):
         others = {name for other in index.groups(group.namespace) for name in other.splices}
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
-        parents = {item.parent for item in going}
-        staying = {one: [row.ids for row in index.rows(fingerprint=group.fingerprint, parent=one)] for one in parents}
-        index.drop_segments_under(group.namespace, group.fingerprint, staying)
+    if group is not None or before is not None:
+        _drop_text(index, going)
     index.drop_dead_pins()
     if index.database.empty_log() and note:  # else the next opening finishes it
         index.drop_meta(note)
     _check_overwritten(folder)
     return done
+
+
+def _drop_text(index: Index, gone: Iterable[_Item]) -> None:
+    """Forget what these pages said: an adapter's and an old page's row may be younger than the page."""
+    stood = defaultdict[tuple[str, str], set[bytes]](set)
+    for item in gone:
+        stood[item.namespace, item.fingerprint].add(item.parent)
+    for (namespace, fingerprint), parents in stood.items():
+        staying = {one: [row.ids for row in index.rows(fingerprint=fingerprint, parent=one)] for one in parents}
+        index.drop_segments_under(namespace, fingerprint, staying)
 
 
 def _check_overwritten(folder: Folder) -> None:
@@ -160,7 +171,7 @@ def _told(index: Index, namespace: str | None, before: float | None, group: Tool
 
 
 def _item(row: Row) -> _Item:
-    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.fingerprint)
+    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.namespace, row.fingerprint)
 
 
 def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool, noted: bool) -> tuple[int, int]:
