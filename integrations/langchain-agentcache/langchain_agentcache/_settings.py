@@ -188,7 +188,7 @@ class Settings(BaseLanguageModel):
             self._lease.join(self.engine)
             return cast("Engine", self.engine)
         if self.base_url is not None:
-            served = {"base_url": self.base_url, "api_key": _told(self.api_key) or None}
+            served: dict[str, Any] = {"base_url": self.base_url, "api_key": _told(self.api_key) or None}
             with translated():
                 return cast("Engine", RemoteEngine.shared(model or self.model, lease=self._lease, **served))
         if not (model or self.model):
