@@ -91,7 +91,7 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
     (rows, ins), found, element = x.shape, jit.compiler(), jit.NUMBERS[x.dtype]
     assert found is not None
     passes, words = -(-rows // linear_many.ROWS), ins >> int(pairs)
-    packed, parts = scratch("rows", passes * words * linear_many.ROWS), None  # packed for weights that lie so, if any
+    packed, parts = scratch("rows", passes * words * linear_many.ROWS), None  # parts: the order in which x is packed; None: not yet
     where, packing = (x.data_ptr(), packed.data_ptr()), jit.threads_for(rows * ins, passes, linear_many.ALONE)
     own = linear_many.scratch_bytes(found.lanes, passes)
     room = scratch("panels", torch.get_num_threads() * own // 4)

@@ -1,5 +1,5 @@
-"""Products of more than a few rows, compiled at run time, in the order of linear_few.py, or linear_transposed.py where the weight lies
-so. Knows nothing of models.
+"""Products of more than a few rows, compiled at run time, in the order of linear_few.py, or of linear_transposed.py for a transposed
+weight. Knows nothing of models.
 
 A tile is 32 outputs or 64. A block of its weights is woven into a panel once, as words in the order of chains, in memory that stays in the
 second-level cache, and read from there for six rows at a time, whose chains are in registers; meanwhile the next block is asked for.

@@ -57,7 +57,7 @@ class Words:
         return (low | high << 16).to(code.floats)
 
     def ask(self, k: Value, n: Value | int) -> None:
-        """Asks memory for it."""
+        """Prefetches it."""
         for which in range(1 + self.pairs):
             self.code.prefetch(self._row(k * (1 + self.pairs) + which, n), 3)
 

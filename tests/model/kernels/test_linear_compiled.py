@@ -30,6 +30,16 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return (linear_compiled.pairs if pairs else linear_compiled.chains)(x, [(weight, bias)])[0]
 
 
+def assert_rows_are_alike(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pairs: bool) -> None:
+    """Any number of rows has the bits of all of them, which are near the exact products."""
+    for added in (None, bias):
+        whole = product(x, weight, added, pairs)
+        exact = x.double() @ weight.double().t() + (0 if added is None else added.double())
+        assert (whole - exact).abs().max() <= EXACT[x.dtype] * exact.abs().max()
+        for rows in ROWS:
+            assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
+
+
 def in_order(x: torch.Tensor, weight: torch.Tensor, lanes: int, parts: bool) -> torch.Tensor:
     """One row's product as linear_few.py writes it down, number by number: fp32 products of 16-bit numbers are exact in fp64.
 
@@ -73,12 +83,7 @@ def test_any_rows_have_the_bits_of_many(
     threads(count)
     torch.manual_seed(outs)
     weight, bias, x = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype), torch.randn(512, ins).to(dtype)
-    for added in (None, bias):
-        whole = product(x, weight, added, pairs)
-        exact = x.double() @ weight.double().t() + (0 if added is None else added.double())
-        assert (whole - exact).abs().max() <= EXACT[dtype] * exact.abs().max()
-        for rows in ROWS:
-            assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
+    assert_rows_are_alike(x, weight, bias, pairs)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -91,12 +96,7 @@ def test_any_rows_times_a_transposed_weight_have_equal_bits(
     torch.manual_seed(outs)
     weight, bias, x = torch.randn(ins, outs).to(dtype).t(), torch.randn(outs).to(dtype), torch.randn(70, ins).to(dtype)
     assert linear_compiled.takes(weight)
-    for added in (None, bias):
-        whole = product(x, weight, added, pairs)
-        exact = x.double() @ weight.double().t() + (0 if added is None else added.double())
-        assert (whole - exact).abs().max() <= EXACT[dtype] * exact.abs().max()
-        for rows in ROWS:
-            assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
+    assert_rows_are_alike(x, weight, bias, pairs)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
