@@ -177,7 +177,7 @@ def _probe(
         from .kernels import paged_attention
 
         compiled = paged_attention.takes(dtype, device, head_dims)
-    seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT} {TILE} transposed".encode())  # products: compiled since
+    seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT} {TILE} transposed".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
