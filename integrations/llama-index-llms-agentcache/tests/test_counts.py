@@ -22,6 +22,6 @@ def test_instrumentation_counts_what_the_engine_counts(llm: Make) -> None:
     own = model.engine.stats(model.namespace)
     model.chat([user("Tide?")])
     for family, heard in counts.stats.items():
-        assert heard == pytest.approx(own[family], abs=1e-4), f"{family}: receipts round times"
+        assert heard == pytest.approx(own[family]), family
     assert {"requests", "tokens", "refusals", "ttft_s", "token_s"} <= set(counts.stats)
     assert counts.stats["tokens"]["memory"] > 0

@@ -105,8 +105,7 @@ def raw(receipt: Receipt, notes: tuple[str, ...] = ()) -> dict[str, Any]:
 
     usage has OpenAI's shape, in which tracers and token counters look for cached tokens.
     """
-    figures: dict[str, Any] = {name: getattr(receipt, name) for name in (*_FIGURES, *_GRADES)}
-    figures |= {name: round(getattr(receipt, name), 1) for name in _TIMES}
+    figures: dict[str, Any] = {name: getattr(receipt, name) for name in (*_FIGURES, *_GRADES, *_TIMES)}
     whole = receipt.as_dict()
     figures["refusals"] = whole["refusals"][:4]
     told = list(dict.fromkeys((*whole["notes"][:4], *notes)))
