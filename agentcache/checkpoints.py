@@ -11,7 +11,7 @@ serve every prompt that begins with the same tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -26,15 +26,25 @@ SHARE = 0.15  # of the bytes of a conversation, that checkpoints may take, but f
 _LASTING = ("system", "tools", "turn")  # runs of tokens whose ends later prompts have, too
 
 
+class File(Protocol):
+    """A file whose memory is mapped."""
+
+    def changed(self) -> bool:
+        """Tell whether it was written to since it was opened."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """Copies of the states of all recurrent layers after one token; a state that a layer does not have is None.
 
     cuts: positions at which the pieces ended that led to it, its own the last; none where it does not depend on them.
+    file: whose mapped memory the states lie in, None if it is their own.
     """
 
     states: tuple[torch.Tensor | None, ...]
     cuts: tuple[int, ...]
+    file: File | None = None
 
     @property
     def bytes(self) -> int:
@@ -48,7 +58,7 @@ class Checkpoint:
 
     def on(self, device: torch.device) -> Checkpoint:
         """The same on a device."""
-        return Checkpoint(tuple(state if state is None else state.to(device) for state in self.states), self.cuts)
+        return replace(self, states=tuple(state if state is None else state.to(device) for state in self.states))
 
 
 class LiveState(Protocol):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -28,17 +28,9 @@ from .page_memory import prepared, zeros
 from .types import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from .checkpoints import Checkpoint
+    from .checkpoints import Checkpoint, File
 
 Tier = Literal["device", "host"]
-
-
-class File(Protocol):
-    """A file whose memory is mapped."""
-
-    def changed(self) -> bool:
-        """Tell whether it was written to since it was opened."""
-        ...
 
 
 class Page:
@@ -151,10 +143,11 @@ class Page:
 
     @property
     def changed(self) -> bool:
-        """Tell whether its memory is not to be used: it is wrong, or the file that it lies in was written to since it was verified."""
+        """Tell whether its memory is not to be used: it is wrong, or a file that it lies in was written to since it was verified."""
         if self.wrong or (self.below is not None and self.below.changed):
             return True
-        return self.file is not None and self.file.changed()
+        files = (self.file, *(known.file for known in self.checkpoints.values()))
+        return any(file is not None and file.changed() for file in files)
 
     @property
     def sealed(self) -> bool:

@@ -205,6 +205,28 @@ def test_a_damaged_checkpoint_never_reaches_an_answer(asking: Callable[..., Aski
     assert Reason.BAD_BLOB in [refusal.reason for refusal in said.receipt.refusals]
 
 
+def test_a_checkpoint_changed_in_its_file_is_read_again(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_files, "local", lambda path: True)
+    _, expected = stored(asking, tmp_path / "store")
+    later = asking("qwen3_5_text", tmp_path / "store")
+    assert later(ASKED)[0].receipt.disk_tokens > 0
+    entries = [entry for entry in later.engine.store.tree.entries("default") if entry.page and entry.page.checkpoints]
+    copies = [entry.page.copy(entry.page.filled, "host") for entry in entries]
+    assert any(known.file is not None for page in copies for known in page.checkpoints.values())
+    with Index(Folder.open(tmp_path / "store")) as index:
+        for row in index.rows():
+            if row.checkpoint_bytes:
+                with blob_path(index.folder, row).open("r+b") as file:
+                    file.seek(-row.checkpoint_bytes // 2 - 4 * row.tokens, os.SEEK_END)
+                    file.write(bytes(64))
+    said, logits = later(ASKED)
+    assert torch.equal(logits, expected)
+    assert said.receipt.cached_tokens == 0
+    assert Reason.BAD_BLOB in [refusal.reason for refusal in said.receipt.refusals]
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_group_carries_its_checkpoints_to_another_store(asking: Callable[..., Asking], tmp_path: Path, encrypted: bool) -> None:
     key = b"k" * 32 if encrypted else None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...checkpoints import Checkpoint
+from ...checkpoints import Checkpoint, File
 from ...errors import BlobError
 from .blob import view
 
@@ -49,16 +49,17 @@ def _head(within: Known) -> bytes:
     return text.ljust(len(text) + -(8 + len(text)) % ALIGN)
 
 
-def unpack(stored: bytes | memoryview, tokens: int) -> Known:
-    """The checkpoints within the first `tokens` slots, over that memory unless it is read-only. BlobError: `pack` did not write it."""
+def unpack(stored: bytes | memoryview, tokens: int, file: File | None = None) -> Known:
+    """The checkpoints within the first `tokens` slots, over that memory, of a mapped `file`, unless it is read-only. BlobError: `pack` did
+    not write it."""
     memory = memoryview(stored)
     try:
-        return _within(dict(_read(memoryview(bytearray(memory)) if memory.readonly else memory)), tokens)
+        return _within(dict(_read(memoryview(bytearray(memory)) if memory.readonly else memory, file)), tokens)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise BlobError(f"its checkpoints cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _read(stored: memoryview) -> Iterator[tuple[int, Checkpoint]]:
+def _read(stored: memoryview, file: File | None) -> Iterator[tuple[int, Checkpoint]]:
     at = 8 + int.from_bytes(stored[:8], "little")
     for slots, cuts, kinds in json.loads(bytes(stored[8:at])):
         states: list[torch.Tensor | None] = []
@@ -69,6 +70,6 @@ def _read(stored: memoryview) -> Iterator[tuple[int, Checkpoint]]:
             dtype, shape = _DTYPES[kind[0]], [int(length) for length in kind[1]]
             end = at + math.prod(shape) * dtype.itemsize
             state = torch.frombuffer(stored[at:end], dtype=torch.uint8)
-            states.append((state.clone() if at % dtype.itemsize else state).view(dtype).view(shape))
+            states.append((state.clone() if state.data_ptr() % dtype.itemsize else state).view(dtype).view(shape))
             at = end
-        yield int(slots), Checkpoint(tuple(states), tuple(map(int, cuts)))
+        yield int(slots), Checkpoint(tuple(states), tuple(map(int, cuts)), file)

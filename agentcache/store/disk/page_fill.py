@@ -3,9 +3,9 @@
 One layer is one unit of work: threads take layers in turn, so that one reads while another hashes the bytes it has just read. A page counts
 as filled only when the macs of all its layers, and the one over everything else, were right.
 
-A full page keeps the memory of the system's page cache, mapped, which other processes share: nothing is copied, and no new memory has
-to be found, which can take longer than reading. What the cache holds already is checked there; the rest is read through a small buffer
-while it comes in, and is mapped after that.
+A full page and checkpoints keep the memory of the system's page cache, mapped, which other processes share: nothing is copied, and no new
+memory has to be found, which can take longer than reading. What the cache holds already is checked there; the rest is read through a small
+buffer while it comes in, and is mapped after that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from ... import page_memory
 from ...errors import BlobError, StoreError
 from ...kv import PAGE_TOKENS, Page
 from ...private import lock
@@ -59,7 +58,7 @@ class Filling:
         if not blob_files.local(folder.path):
             return
         self.here = blob_files.in_memory(self.blob.fd, size)
-        if self.here or (self.lies and self.tokens == PAGE_TOKENS):
+        if self.here or self.row.checkpoint_bytes or (self.lies and self.tokens == PAGE_TOKENS):
             with suppress(OSError):  # a limit on maps: read instead
                 lock(self.blob.fd, shared=True)  # as long as it is mapped: nobody overwrites it
                 self.mapped = memoryview(blob_files.map_file(self.blob.fd, size))
@@ -76,16 +75,10 @@ class Filling:
         return self.mapped is not None and self.lies and self.tokens == PAGE_TOKENS
 
     def fill(self, layer: int, scratch: Callable[[int], memoryview], done: Progress) -> None:
-        """Check one layer and put it into the page: directly if it is stored as it lies there."""
+        """Check one layer, or the checkpoints after the last one, and put it into the page: directly if it is stored as it lies there."""
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
-        if layer == len(row.widths):
-            size = blob.plan.size(layer)
-            memory = page_memory.pool.take(size) or page_memory.new_map(size, True)
-            packed = view(page_memory.tensor_over(memory, torch.uint8))  # states stay where they are read
-            blob.read(layer, [packed], done)
-            self.checkpoints = blob.unsealed(layer, packed)
-            return
+        states = layer == len(row.widths)
         if self.mapped is not None:
             if self.here:
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
@@ -93,16 +86,21 @@ class Filling:
             else:
                 blob.come(layer, scratch(PIECE), done)
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
-            if self.stays:
+            if self.stays and not states:
                 return
             stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
-        elif self.lies:
+        elif self.lies and not states:
             blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
             return
         else:
-            stored = scratch(blob.plan.size(layer))
+            size = blob.plan.size(layer)
+            stored = memoryview(bytearray(size)) if states else scratch(size)  # states stay where they are read
             blob.read(layer, [stored], done)
-        self._spread(layer, blob.unsealed(layer, stored))
+        stored = blob.unsealed(layer, stored)
+        if states:
+            self.checkpoints = stored
+        else:
+            self._spread(layer, stored)
 
     def _spread(self, layer: int, stored: memoryview) -> None:
         """Put a verified layer where it belongs in the page."""
@@ -142,7 +140,7 @@ class Filling:
         from .checkpoint_bytes import unpack
 
         try:
-            self.page.checkpoints = unpack(packed, self.tokens)
+            self.page.checkpoints = unpack(packed, self.tokens, self.file if self.mapped is not None else None)
         except BlobError as error:
             self.error = BlobError(f"blob {self.row.blob!r}: {error}")
 
