@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from agentcache.model import int8, kernels
-from agentcache.model.kernels import jit, linear_compiled, linear_few, linear_many
+from agentcache.model.kernels import jit, linear_compiled, linear_few, linear_many, linear_transposed
 from agentcache.model.kernels.ir import Code
 
 pytestmark = pytest.mark.skipif(jit.binding is None or jit.binding.llvm_version_info < jit.OLDEST_LLVM, reason="needs llvmlite")
@@ -146,31 +146,39 @@ def test_kernels_are_chosen_by_what_a_processor_has(features: dict[str, bool], l
 @pytest.mark.skipif(jit.compiler() is None, reason="nothing to compare with")
 @pytest.mark.skipif(not (shutil.which(GCC) and shutil.which(QEMU)), reason=f"needs {GCC} and {QEMU}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("lanes", "quantized"), [(4, False), (8, False), (8, True)])
+@pytest.mark.parametrize(
+    ("lanes", "quantized", "lying"), [(4, False, False), (8, False, False), (8, True, False), (4, False, True), (8, False, True)]
+)
 def test_a_product_has_the_same_bits(
-    dtype: torch.dtype, lanes: int, quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, lanes: int, quantized: bool, lying: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """lying: of a weight that lies transposed."""
     torch.manual_seed(5)
     rows, outs, ins = 4, 64, 1024
     layer = torch.nn.Linear(ins, outs).to(dtype)
     if quantized:
         int8.quantize([layer])
-    x, weight, bias = torch.randn(rows, ins).to(dtype), layer.weight.detach(), layer.bias.detach()
-    compiler, scale = jit.compiler(), linear_compiled.scale_of(layer.weight)
+    x, bias = torch.randn(rows, ins).to(dtype), layer.bias.detach()
+    weight = layer.weight.detach().T.contiguous().T if lying else layer.weight  # an int8 one holds its scale
+    compiler, scale = jit.compiler(), linear_compiled.scale_of(weight)
     monkeypatch.setattr(compiler, "lanes", lanes)  # the order of additions depends on them
     monkeypatch.setattr(compiler, "_compiled", {})
-    expected = linear_compiled.chains(x, [(layer.weight, bias)])[0]
+    expected = linear_compiled.chains(x, [(weight, bias)])[0]
     run, tiles = Emulator(jit.NUMBERS[dtype], lanes, tmp_path), outs // linear_many.TILES[lanes]
 
-    out, room = torch.zeros(rows, outs), torch.zeros(linear_few.scratch_numbers(lanes, rows))
-    fields = weight, x.float(), out, room, scale, outs, ins, outs // lanes, 1
-    few = run(linear_few.product_code, (rows, False, quantized), *fields)[2]
+    stored, out = weight.detach().T if lying else weight.detach(), torch.zeros(rows, outs)
+    if lying:
+        fields = stored, x.float(), out, torch.zeros(linear_transposed.scratch_numbers(rows)), outs, outs, ins, 1, 1, outs
+        few = run(linear_transposed.product_code, (rows, False), *fields)[2]
+    else:
+        fields = stored, x.float(), out, torch.zeros(linear_few.scratch_numbers(lanes, rows)), scale, outs, ins, outs // lanes, 1
+        few = run(linear_few.product_code, (rows, False, quantized), *fields)[2]
     assert torch.equal((few + bias.float()).to(dtype), expected)
 
-    packed = run(linear_many.pack_code, (False, False), x, torch.zeros(ins * linear_many.ROWS), ins, 1, rows - 1)[1]
+    packed = run(linear_many.pack_code, (False, lying), x, torch.zeros(ins * linear_many.ROWS), ins, 1, rows - 1)[1]
     own = linear_many.scratch_bytes(lanes, 1)
-    fields = weight, packed, torch.zeros_like(expected), bias, torch.zeros(own // 4), scale, outs, ins, tiles, own, 1, rows - 1, 1
-    many = run(linear_many.product_code, (False, quantized, True, False), *fields)[2]
+    fields = stored, packed, torch.zeros_like(expected), bias, torch.zeros(own // 4), scale, outs, ins, tiles, own, 1, rows - 1, outs
+    many = run(linear_many.product_code, (False, quantized, True, lying), *fields)[2]
     assert many.abs().sum() > 0
     assert torch.equal(many, expected)
 
