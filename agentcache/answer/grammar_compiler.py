@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .. import extras
 from ..errors import ConfigError, ToolSchemaError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Tool
@@ -54,7 +55,7 @@ class GrammarCompiler:
         max_tokens: None where any number will do. thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could
         satisfy the constraint, or nothing of at most `max_tokens`.
         """
-        library = _library()
+        library = extras.library("llguidance", "1.7", "constrain", "constraint=...")
         callable_tools = _callable(constraint, tools)
         formed = constraint.structured or constraint.calls
         thinking = self._thinking(prompt, thinks or not formed)
@@ -141,14 +142,6 @@ class GrammarCompiler:
             if self._tokens is None:
                 self._tokens = _tokens(library, self.tokenizer, self._vocab, self._stop_ids, self.form)
             return self._tokens
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError("constraint=...: needs llguidance; pip install 'agentcache-llm[constrain]'") from error
-    return llguidance
 
 
 def _callable(constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from .. import extras
 from ..errors import ConfigError
 from ..namespace_lru import NamespaceLRU
 from ..store.keys import Scope
@@ -90,11 +91,7 @@ class Proposal:
 
 def datasketch() -> Any:
     """The library, which is an extra."""
-    try:
-        import datasketch
-    except ImportError as error:
-        raise ConfigError("signatures of segments need datasketch: pip install 'agentcache-llm[segments]'") from error
-    return datasketch
+    return extras.library("datasketch", "2.0", "segments", "signatures of segments")
 
 
 @lru_cache

@@ -19,6 +19,7 @@ from blake3 import blake3
 from torch import nn
 from torch.nn import functional
 
+from .. import extras
 from ..errors import ConfigError, ModelError
 from .int8 import Int8Linear, wide
 from .kernels import linear_compiled
@@ -162,12 +163,11 @@ class Adapter:
 def load(source: Any, model: Any, layers: Any, known: Fingerprint | None, scale: float) -> Adapter:
     """Read an adapter that PEFT saved, from a folder or the Hub, for a model. ConfigError, ModelError: it cannot be used, and why."""
     source = str(source)
-    try:
-        from peft import LoraConfig, PeftConfig
-        from peft.utils import load_peft_weights
-        from peft.utils.other import get_pattern_key
-    except ImportError as error:
-        raise ConfigError(f"adapter {source!r}: needs peft; pip install 'agentcache-llm[adapters]'") from error
+    extras.library("peft", "0.18", "adapters", f"adapter {source!r}")
+    from peft import LoraConfig, PeftConfig
+    from peft.utils import load_peft_weights
+    from peft.utils.other import get_pattern_key
+
     if any("peft_config" in vars(module) for module in model.modules()):
         raise ConfigError(f"adapter {source!r}: the model holds adapters of PEFT already; load the base model without them")
     try:

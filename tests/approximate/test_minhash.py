@@ -194,7 +194,7 @@ def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(ConfigError, match=r"pip install 'agentcache-llm\[segments\]'"):
         LSHIndex()
-    with pytest.raises(ConfigError, match="need datasketch"):
+    with pytest.raises(ConfigError, match="needs datasketch"):
         minhash.datasketch()
 
 
