@@ -18,14 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError, MessageError
-from ..namespace_lru import Covering, NamespaceLRU
 from ..toml_file import read_toml
 from ..types import Message, Role
 from .canonical import text_of
-from .plain import VOLATILE, Plain, is_system, plain_message
+from .plain import VOLATILE, is_system, plain_message
 
 OPEN, CLOSE = f"<{VOLATILE}", f"</{VOLATILE}"
-KNOWN = 64  # system texts taken apart before
 By = Literal["marker", "cache_control", "rule", "volatile"]
 
 _MARKED = re.compile(f"{re.escape(OPEN)}(.*?){re.escape(CLOSE)}", re.DOTALL)
@@ -110,49 +108,29 @@ def brought(volatile: Any) -> tuple[Message, ...]:
     return tuple(out)
 
 
-class Declarations:
-    """Takes requests apart. Safe to use from many threads."""
-
-    def __init__(self, rules: Sequence[Rule] = ()) -> None:
-        self._rules = tuple(rules)
-        self._known: NamespaceLRU[tuple[Any, ...], tuple[str, str, tuple[Piece, ...]]] = NamespaceLRU(KNOWN)
-
-    def forget(self, deletion: Covering) -> None:
-        """Forget the system texts of namespaces of which something was deleted on purpose."""
-        self._known.forget(deletion)
-
-    def split(
-        self, messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = (), namespace: str = "default"
-    ) -> Declared:
-        """Messages that cannot be read are left as they are: the renderer raises their error."""
-        stable, whole, pieces = list(messages), list(messages), list[Piece]()
-        texts = tuple(message.content for message in volatile)
-        for index, message in enumerate(messages):
-            if not is_system(message):
-                break
-            plain = plain_message(index, message)
-            kept, shown, found = self._taken(plain, texts, namespace)
-            if shown == kept and not found and shown == text_of(plain.get("content")):
-                continue
-            stable[index], whole[index] = ({**plain, "content": text} for text in (kept, shown))
-            pieces += [replace(piece, message=index) for piece in found]
-        taken = {piece.text for piece in pieces}
-        pieces += [Piece(message.content, message.role, "volatile") for message in volatile if message.content not in taken]
-        return Declared(stable, whole, tuple(pieces))
-
-    def _taken(self, message: Plain, volatile: tuple[str, ...], namespace: str) -> tuple[str, str, tuple[Piece, ...]]:
-        """(the text without its volatile pieces, with them, the pieces)"""
-        content = message.get("content")
+def split(messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = (), rules: Sequence[Rule] = ()) -> Declared:
+    """A request taken apart. Messages that cannot be read are left as they are: the renderer raises their error."""
+    stable, whole, pieces = list(messages), list(messages), list[Piece]()
+    texts = [message.content for message in volatile]
+    for index, message in enumerate(messages):
+        if not is_system(message):
+            break
+        plain = plain_message(index, message)
+        content = plain.get("content")
         listed = [content] if isinstance(content, str) else content or []
-        parts = tuple((text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in listed)
-        if (known := self._known.get(namespace, (parts, volatile))) is not None:
-            return known
-        found = _take(parts, volatile, self._rules)
-        self._known.put(namespace, (parts, volatile), found)
-        return found
+        parts = [(text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in listed]
+        kept, shown, found = _take(parts, texts, rules)
+        if shown == kept and not found and shown == text_of(content):
+            continue
+        stable[index], whole[index] = ({**plain, "content": text} for text in (kept, shown))
+        pieces += [replace(piece, message=index) for piece in found]
+    taken = {piece.text for piece in pieces}
+    pieces += [Piece(message.content, message.role, "volatile") for message in volatile if message.content not in taken]
+    return Declared(stable, whole, tuple(pieces))
 
 
-def _take(parts: Sequence[tuple[str, bool]], volatile: Sequence[str], rules: Sequence[Rule]) -> tuple[str, str, tuple[Piece, ...]]:
+def _take(parts: Sequence[tuple[str, bool]], volatile: Sequence[str], rules: Sequence[Rule]) -> tuple[str, str, list[Piece]]:
+    """(the text without its volatile pieces, with them, the pieces)"""
     given = "".join(text for text, _ in parts)
     found: list[tuple[int, int, By]] = []
     shown, at = "", 0
@@ -179,7 +157,7 @@ def _take(parts: Sequence[tuple[str, bool]], volatile: Sequence[str], rules: Seq
             pieces.append(Piece(shown[start:stop].strip(), "system", by, None, start, stop))
         kept, end = kept + shown[end:start], stop
         kept, end = _closed(kept, shown, end)
-    return kept + shown[end:], shown, tuple(pieces)
+    return kept + shown[end:], shown, pieces
 
 
 def _united(found: list[tuple[int, int, By]]) -> list[tuple[int, int, By]]:

@@ -29,7 +29,7 @@ from .template import SENTINEL, Template
 from .tokenise import Encoded, Encoder, common_length
 
 if TYPE_CHECKING:
-    from .declared import Declarations
+    from .declared import Rule
     from .template_report import TemplateReport
 
 Volatile = str | Message | Mapping[str, Any] | Sequence[str | Message | Mapping[str, Any]]
@@ -56,9 +56,11 @@ class Renderer:
         self._requests = Requests(self._template, self._encoder)
         self._memory = Memory()
         self._kept = kept
-        self._declarations: Declarations | None = None
+        self._rules: Sequence[Rule] = ()
         if self._tail.rules is not None:  # a fault of theirs is told here
-            self._declaring()
+            from .declared import read_rules
+
+            self._rules = read_rules(self._tail.rules)
         self._leading_ids: list[int] | None = None
         self._prefixes: NamespaceLRU[bytes, list[int]] = NamespaceLRU(PREFIXES)
         self._texts: NamespaceLRU[str, list[int]] = NamespaceLRU(TEXTS, 1 << 20, len)
@@ -101,7 +103,9 @@ class Renderer:
         check_list(messages)
         if not texts and not self._may_declare(messages):
             return render(messages)
-        declared = self._declaring().split(messages, texts, options.namespace)
+        from .declared import split
+
+        declared = split(messages, texts, self._rules)
         if not declared.pieces:
             return render(declared.whole)
         from .tail import placed
@@ -111,15 +115,7 @@ class Renderer:
     def _may_declare(self, messages: Sequence[Message | Mapping[str, Any]]) -> bool:
         """Tell whether volatile text may stand in the leading system messages."""
         said = (field(message, "content") for message in takewhile(is_system, messages))
-        return self._tail.rules is not None or any(not isinstance(text, str) or VOLATILE in text for text in said)
-
-    def _declaring(self) -> Declarations:
-        """Reader of declared text: loaded for the first request that may declare some."""
-        if self._declarations is None:
-            from .declared import Declarations, read_rules
-
-            self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
-        return self._declarations
+        return bool(self._rules) or any(not isinstance(text, str) or VOLATILE in text for text in said)
 
     def _layout(self, request: Request, generation: bool) -> Rendered:
         text, frame = self._shown(request, generation)
@@ -177,9 +173,8 @@ class Renderer:
 
     def forget(self, deletion: Covering) -> None:
         """Forget texts and the model's own ids of messages that were deleted on purpose."""
-        for part in (self._memory, self._requests, self._declarations, self._prefixes, self._texts):
-            if part is not None:
-                part.forget(deletion)
+        for part in (self._memory, self._requests, self._prefixes, self._texts):
+            part.forget(deletion)
 
     def _name(self, key: bytes, request: Request) -> bytes:
         """The key of a message beyond this process: other tokenizers and templates have other ids, other arguments other prompts."""
@@ -215,12 +210,13 @@ class Renderer:
         self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Tool | Mapping[str, Any]] = (), **given: Any
     ) -> Layout:
         """The longest token prefix of system and tools that does not depend on any later message; options as of `Options`."""
+        from .declared import split
         from .opening import cut
 
         options = Options(**given)
         leading = list(filter(is_system, messages or ()))
         if options.rendering != "stock":
-            declared = self._declaring().split(leading, (), options.namespace)
+            declared = split(leading, rules=self._rules)
             leading = declared.stable if self._tail.mode == "enforce" else declared.whole
         # A user message stands after the system text, as in every request to come; it is cut off again.
         whole = self._layout(self._requests.build([*leading, Message("user", SENTINEL)], tools, options), True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentcache import LayoutOptions, Message, Move, ToolCall, volatile
 from agentcache.errors import ConfigError, MessageError, TemplateError
 from agentcache.layout import Renderer
-from agentcache.layout.declared import Declarations, read_rules
+from agentcache.layout.declared import read_rules, split
 from tests.chat_templates import CHATML, TOOL_TEMPLATES, episode, tokenizer, tool
 from tests.engines import decode, engine
 
@@ -33,7 +33,7 @@ def asked(clock: str, steps: int = 1) -> list[Any]:
 
 def test_text_without_declarations_is_not_touched() -> None:
     messages = [{"role": "system", "content": "It is 10:33. Call 7f3c."}, Message("user", volatile("x"))]
-    declared = Declarations().split(messages)
+    declared = split(messages)
     assert declared.stable == declared.whole == messages
     assert declared.stable[0] is messages[0]
     assert declared.pieces == ()
@@ -41,7 +41,7 @@ def test_text_without_declarations_is_not_touched() -> None:
 
 def test_markers_are_taken_out_and_never_shown() -> None:
     text = f"One. {volatile('10:33')} Two.\n{volatile('day 5')}\nThree.\n\n{volatile(7)}"
-    declared = Declarations().split([Message("system", text), Message("user", "hi")])
+    declared = split([Message("system", text), Message("user", "hi")])
     assert declared.stable[0]["content"] == "One. Two.\nThree."
     assert declared.whole[0]["content"] == "One. 10:33 Two.\nday 5\nThree.\n\n7"
     assert [piece.text for piece in declared.pieces] == ["10:33", "day 5", "7"]
@@ -51,7 +51,7 @@ def test_markers_are_taken_out_and_never_shown() -> None:
 
 
 def test_half_a_marker_is_removed_and_declares_nothing() -> None:
-    declared = Declarations().split([Message("system", "A <agentcache:volatile>clock without end"), Message("user", "hi")])
+    declared = split([Message("system", "A <agentcache:volatile>clock without end"), Message("user", "hi")])
     assert declared.stable[0]["content"] == "A clock without end"
     assert declared.pieces == ()
 
@@ -63,7 +63,7 @@ def test_parts_behind_the_last_cache_control_are_volatile() -> None:
         {"type": "text", "text": "It is "},
         {"type": "text", "text": "10:33."},
     ]
-    declared = Declarations().split([{"role": "system", "content": parts}, {"role": "user", "content": "hi"}])
+    declared = split([{"role": "system", "content": parts}, {"role": "user", "content": "hi"}])
     assert declared.stable[0]["content"] == "Policy. More policy."
     assert [(piece.text, piece.by) for piece in declared.pieces] == [("It is 10:33.", "cache_control")]
 
@@ -71,7 +71,7 @@ def test_parts_behind_the_last_cache_control_are_volatile() -> None:
 def test_a_requests_volatile_text_leaves_the_system_prompt() -> None:
     brought = [Message("user", "It is 10:33."), Message("user", "Rain.")]
     messages = [Message("system", "Clerk. It is 10:33. Brief."), Message("user", "hi")]
-    declared = Declarations().split(messages, brought)
+    declared = split(messages, brought)
     assert declared.stable[0]["content"] == "Clerk. Brief."
     assert [(piece.text, piece.role, piece.message) for piece in declared.pieces] == [
         ("It is 10:33.", "system", 0),
@@ -81,7 +81,7 @@ def test_a_requests_volatile_text_leaves_the_system_prompt() -> None:
 
 def test_history_is_never_looked_at() -> None:
     later = [Message("user", volatile("a")), Message("assistant", volatile("b")), Message("system", volatile("c")), Message("tool", "d")]
-    declared = Declarations().split([Message("system", "S"), *later], [Message("user", "d")])
+    declared = split([Message("system", "S"), *later], [Message("user", "d")])
     assert declared.stable[1:] == later
     assert [piece.text for piece in declared.pieces] == ["d"]
 
@@ -89,7 +89,7 @@ def test_history_is_never_looked_at() -> None:
 def test_rules_of_a_reviewed_file(tmp_path: Path) -> None:
     path = tmp_path / "layout.toml"
     path.write_text('[[volatile]]\npattern = "^Now: .*$"\nclass = "clock"\n\n[[volatile]]\npattern = "run [0-9a-f]{4}"\n', "utf-8")
-    declared = Declarations(read_rules(path)).split([Message("system", "Clerk.\nNow: 10:33\nThis is run 7f3c.")])
+    declared = split([Message("system", "Clerk.\nNow: 10:33\nThis is run 7f3c.")], rules=read_rules(path))
     assert declared.stable[0]["content"] == "Clerk.\nThis is ."
     assert [(piece.text, piece.by) for piece in declared.pieces] == [("Now: 10:33", "rule"), ("run 7f3c", "rule")]
 
@@ -124,7 +124,7 @@ WORDS = st.text(st.sampled_from("ab \n"), max_size=6)
 @settings(max_examples=200, deadline=None)
 def test_stable_and_volatile_text_make_up_the_whole(parts: list[tuple[str, str]], end: str) -> None:
     text = "".join(before + volatile(inside) for before, inside in parts) + end
-    declared = Declarations().split([Message("system", text)])
+    declared = split([Message("system", text)])
     whole = declared.whole[0]["content"] if isinstance(declared.whole[0], dict) else declared.whole[0].content
     assert whole == "".join(before + inside for before, inside in parts) + end
     stable = declared.stable[0]["content"] if isinstance(declared.stable[0], dict) else declared.stable[0].content
