@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
-from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, tagged_call
+from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, Fields, tagged_call
 
 
 def _functions(mark: str, gap: str, **more: Any) -> CallForm:
@@ -25,14 +26,26 @@ def _functions(mark: str, gap: str, **more: Any) -> CallForm:
     )
 
 
-def _delimited(opened: str, closed: str, quote: str) -> dict[str, Any]:
-    """Calls whose arguments are an object with bare keys, and with texts between two of these marks."""
-    return {
+def _delimited(opened: str, closed: str, quote: str, *, fields: Fields | None = None, **more: Any) -> CallForm:
+    """Calls whose arguments are an object with bare keys, and with texts between two of these quotes."""
+    calls = {
         **NAMED,
-        "open_pattern": opened,
+        "open_pattern": re.escape(opened) + r"call:(?P<name>[\w.-]+)(?=\{)",
         "close": closed,
         "content_args": {"string_delims": [[quote, quote]], "unquoted_keys": True},
     }
+    return CallForm(
+        opened,
+        before="call:",
+        between="{",
+        after=f"}}{closed}",
+        joint=opened,
+        argument=("", ":", ""),
+        comma=",",
+        quotes=(quote, quote),
+        fields={**(fields or {}), "tool_calls": calls},
+        **more,
+    )
 
 
 TAGS = _functions("tool_call", "\n")
@@ -118,36 +131,18 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # Gemma 4
     (
         rf'<\|tool_call>call:{PROBE_TOOL}\{{zarg:<\|"\|>zval<\|"\|>\}}<tool_call\|>',
-        CallForm(
+        _delimited(
             "<|tool_call>",
-            before="call:",
-            between="{",
-            after="}<tool_call|>",
-            joint="<|tool_call>",
-            argument=("", ":", ""),
-            comma=",",
-            quotes=('<|"|>', '<|"|>'),
+            "<tool_call|>",
+            '<|"|>',
             thought=("<|channel>thought", "<channel|>"),
-            fields={
-                "reasoning_content": {"open": "<|channel>thought", "close": "<channel|>"},
-                "tool_calls": _delimited(r"<\|tool_call>call:(?P<name>[\w.-]+)(?=\{)", "<tool_call|>", '<|"|>'),
-            },
+            fields={"reasoning_content": {"open": "<|channel>thought", "close": "<channel|>"}},
         ),
     ),
     # FunctionGemma
     (
         rf"<start_function_call>call:{PROBE_TOOL}\{{zarg:<escape>zval<escape>\}}<end_function_call>",
-        CallForm(
-            "<start_function_call>",
-            before="call:",
-            between="{",
-            after="}<end_function_call>",
-            joint="<start_function_call>",
-            argument=("", ":", ""),
-            comma=",",
-            quotes=("<escape>", "<escape>"),
-            fields={"tool_calls": _delimited(r"<start_function_call>call:(?P<name>[\w.-]+)(?=\{)", "<end_function_call>", "<escape>")},
-        ),
+        _delimited("<start_function_call>", "<end_function_call>", "<escape>"),
     ),
     # LFM2 and LFM2.5, whose templates show calls as the message has them, or none
     (

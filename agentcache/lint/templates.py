@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..answer.family_forms import form_by
-from ..errors import ConfigError, PromptError
+from ..errors import ConfigError
 from ..layout import Renderer
 from ..layout.plain import Plain
 from ..layout.repairs import applicable
@@ -120,10 +120,7 @@ class _Asking:
 
     def _text(self, messages: Sequence[Plain], tools: Sequence[Plain] = (TOOL,)) -> str | None:
         """The rendering after a system message; None if the template refuses it."""
-        try:
-            return self.template.render([*self._system, *messages], tools, True)
-        except PromptError:
-            return None
+        return self.template.attempt([*self._system, *messages], tools)
 
     def goes_on(self, run: Sequence[Plain], more: Sequence[Plain]) -> bool | None:
         """True if the prompt of a run is the start of a later prompt."""
@@ -151,11 +148,8 @@ class _Asking:
             return None
         clocks = [Template(self._tokenizer, _CLOCK.replace("DAY", day) + source) for day in ("Zdayone", "Ydaytwo")]
         for start in (self._system, []):
-            try:
-                one, two = (clock.render([*start, _USER], (TOOL,), True) for clock in clocks)
-            except PromptError:
-                continue
-            if one != two:
+            one, two = (clock.attempt([*start, _USER], (TOOL,)) for clock in clocks)
+            if one is not None and two is not None and one != two:
                 at, tools = common_length(one, two), one.find("zprobe_fn")
                 where = "" if tools < 0 else ", before the tools" if at < tools else ", after the tools"
                 return f"at character {at}{where}{'' if start else ', without a system message'}"
