@@ -104,6 +104,12 @@ class CallForm:
 HERMES = CallForm()
 
 
+def sectioned(opened: str, closed: str, calls: Mapping[str, Any], fields: Fields | None = None, **more: Any) -> CallForm:
+    """A form whose calls stand in a section of their own, between these marks. calls: the field of one of them."""
+    calls = {**calls, "open_pattern": rf"(?:{re.escape(opened)}\s*)?{calls['open_pattern']}"}
+    return CallForm(opened, close=closed, fields={**(fields or {}), "tool_calls": calls, MARKS: {"open": closed}}, **more)
+
+
 def load(text: str) -> Any:
     """The JSON value of a text; None if it is none."""
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .call_forms import CALL, CALL_AFTER_SPACE, MARKS, NAMED, PLAIN, PROBE_TOOL, VALUE, WITH_NAME, CallForm
+from .call_forms import CALL, CALL_AFTER_SPACE, MARKS, NAMED, PLAIN, PROBE_TOOL, VALUE, WITH_NAME, CallForm, sectioned
 
 LISTED = CallForm("[TOOL_CALLS]", open="[", before='{"name": "', after="}", joint=", ", close="]")
 _PYTHON_MARK = r"<\|python_(?:tag|start|end)\|>(?:\s*<\|python_end\|>)?\s*(?=\{)"
@@ -70,63 +70,48 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # DeepSeek V3 and R1
     (
         rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{PROBE_TOOL}\s*```json\s*{VALUE}\s*```\s*<｜tool▁call▁end｜>",
-        CallForm(
+        sectioned(
             "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            {
+                **NAMED,
+                "open_pattern": r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<｜]+)\s*```json",
+                "close_pattern": r"```\s*<｜tool▁call▁end｜>",
+            },
             before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
             between="\n```json\n",
             after="\n```<｜tool▁call▁end｜>",
             joint="\n",
-            close="<｜tool▁calls▁end｜>",
-            fields={
-                "tool_calls": {
-                    **NAMED,
-                    "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<｜]+)"
-                    r"\s*```json",
-                    "close_pattern": r"```\s*<｜tool▁call▁end｜>",
-                },
-                MARKS: {"open": "<｜tool▁calls▁end｜>"},
-            },
         ),
     ),
     # DeepSeek V3.1
     (
         rf"<｜tool▁call▁begin｜>{PROBE_TOOL}<｜tool▁sep｜>{VALUE}<｜tool▁call▁end｜>",
-        CallForm(
+        sectioned(
             "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            {**NAMED, "open_pattern": r"<｜tool▁call▁begin｜>(?P<name>[^\s<｜]+)<｜tool▁sep｜>", "close": "<｜tool▁call▁end｜>"},
             before="<｜tool▁call▁begin｜>",
             between="<｜tool▁sep｜>",
             after="<｜tool▁call▁end｜>",
             joint="",
-            close="<｜tool▁calls▁end｜>",
-            fields={
-                "tool_calls": {
-                    **NAMED,
-                    "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^\s<｜]+)<｜tool▁sep｜>",
-                    "close": "<｜tool▁call▁end｜>",
-                },
-                MARKS: {"open": "<｜tool▁calls▁end｜>"},
-            },
         ),
     ),
     # Kimi K2: its template shows a call's id where the model writes functions.NAME:NUMBER
     (
         rf"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>{VALUE}<\|tool_call_end\|>",
-        CallForm(
+        sectioned(
             "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            {
+                **NAMED,
+                "open_pattern": r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+                "close": "<|tool_call_end|>",
+            },
             before="<|tool_call_begin|>functions.",
             between=":0<|tool_call_argument_begin|>",
             after="<|tool_call_end|>",
             joint=None,
-            close="<|tool_calls_section_end|>",
-            fields={
-                "tool_calls": {
-                    **NAMED,
-                    "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)"
-                    r"(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-                    "close": "<|tool_call_end|>",
-                },
-                MARKS: {"open": "<|tool_calls_section_end|>"},
-            },
         ),
     ),
     # Command R7B, Command A
@@ -184,25 +169,21 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # Solar Open
     (
         rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{PROBE_TOOL}<\|tool_call:args\|>{VALUE}<\|tool_call:end\|>",
-        CallForm(
+        sectioned(
             "<|tool_calls|>",
+            "<|calls|>",
+            {
+                **NAMED,
+                "open_pattern": r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)<\|tool_call:args\|>",
+                "close": "<|tool_call:end|>",
+            },
+            {"content": {"open": "<|content|>", "close": "<|end|>"}},
             before="<|tool_call:begin|>0<|tool_call:name|>",
             between="<|tool_call:args|>",
             after="<|tool_call:end|>",
             joint=None,
-            close="<|calls|>",
             thought=("<|think|>", "<|end|><|begin|>assistant"),
             answer=("<|content|>", ""),
-            fields={
-                "content": {"open": "<|content|>", "close": "<|end|>"},
-                "tool_calls": {
-                    **NAMED,
-                    "open_pattern": r"(?:<\|tool_calls\|>\s*)?<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)"
-                    r"<\|tool_call:args\|>",
-                    "close": "<|tool_call:end|>",
-                },
-                MARKS: {"open": "<|calls|>"},
-            },
         ),
     ),
 )

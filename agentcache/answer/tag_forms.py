@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, Fields, tagged_call
+from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, Fields, sectioned, tagged_call
 
 
 def _functions(mark: str, gap: str, **more: Any) -> CallForm:
@@ -89,23 +89,16 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # MiniMax M2
     (
         rf'<minimax:tool_call>\s*<invoke name="{PROBE_TOOL}">\s*<parameter name="zarg">zval</parameter>\s*</invoke>\s*</minimax:tool_call>',
-        CallForm(
+        sectioned(
             "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            tagged_call(r'<invoke name="(?P<name>[^"]+)">', "</invoke>", r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
             open="\n",
             before='<invoke name="',
             between='">\n',
             after="</invoke>\n",
             joint="",
-            close="</minimax:tool_call>",
             argument=('<parameter name="', '">', "</parameter>\n"),
-            fields={
-                "tool_calls": tagged_call(
-                    r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
-                    "</invoke>",
-                    r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
-                ),
-                MARKS: {"open": "</minimax:tool_call>"},
-            },
         ),
     ),
     # DeepSeek V3.2 and V4
@@ -171,24 +164,21 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # Hunyuan 3
     (
         rf"<tool_calls:opensource>\s*<tool_call:opensource>{PROBE_TOOL}<tool_sep:opensource>\s*<arg_key:opensource>zarg</arg_key:opensource>",
-        CallForm(
+        sectioned(
             "<tool_calls:opensource>",
+            "</tool_calls:opensource>",
+            tagged_call(
+                r"<tool_call:opensource>(?P<name>[^<\s]+)<tool_sep:opensource>",
+                "</tool_call:opensource>",
+                r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>(?P<value>.*?)</arg_value:opensource>",
+            ),
             open="\n",
             before="<tool_call:opensource>",
             between="<tool_sep:opensource>\n",
             after="</tool_call:opensource>\n",
             joint="",
-            close="</tool_calls:opensource>",
             argument=("<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>\n"),
             thought=("<think:opensource>", "</think:opensource>"),
-            fields={
-                "tool_calls": tagged_call(
-                    r"(?:<tool_calls:opensource>\s*)?<tool_call:opensource>(?P<name>[^<\s]+)<tool_sep:opensource>",
-                    "</tool_call:opensource>",
-                    r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>(?P<value>.*?)</arg_value:opensource>",
-                ),
-                MARKS: {"open": "</tool_calls:opensource>"},
-            },
         ),
     ),
     # Muse Glimmer: read, but not written, as its text has marks with the name of the reader
