@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import TemplateError
@@ -32,14 +32,7 @@ NO_TAIL = "the chat template shows no text behind the last message without chang
 
 
 Render = Callable[[Sequence[Any]], Rendered]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Messages that show the text, and as whose text they show each piece."""
-
-    messages: list[Any]
-    roles: tuple[Role, ...]
+Form = tuple[list[Any], tuple[Role, ...]]  # messages that show the text, and as whose text they show each piece
 
 
 def placed(declared: Declared, options: LayoutOptions, render: Render) -> Rendered:
@@ -69,14 +62,14 @@ def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions,
     turn = users[-1] + 1 if users else len(messages)
     for at in (turn,) if options.keep else dict.fromkeys((len(messages), turn)):
         fixed = _fixed(base.encoded.places, at > turn, options.ahead)
-        for form in _forms(messages, at, pieces, options):
+        for shown, roles in _forms(messages, at, pieces, options):
             try:
-                full = render(form.messages)
+                full = render(shown)
             except TemplateError:
                 continue
             stop = _end(base.text, full.text, pieces, fixed)
             if common_length(base.text, full.text) >= fixed and stop is not None:
-                return _result(base, full, pieces, form, options, stop)
+                return _result(base, full, pieces, roles, options, stop)
     return None
 
 
@@ -105,14 +98,14 @@ def _forms(messages: list[Any], at: int, pieces: Sequence[Piece], options: Layou
     if isinstance(options.ahead, str):
         named = [Message("system", system, name=options.ahead)] if system else []
         named += [Message("user", user, name=options.ahead)] if user else []
-        yield Form([*messages[:at], *named, *messages[at:]], own)
+        yield [*messages[:at], *named, *messages[at:]], own
     said = [Message("system", system)] if system else []
     for shown in _as_user(messages, at, user, bool(options.ahead)):
         behind = at + len(shown) - len(messages)
-        yield Form([*shown[:behind], *said, *shown[behind:]], own)
+        yield [*shown[:behind], *said, *shown[behind:]], own
     if system and options.allow_demote:
         for shown in _as_user(messages, at, "\n\n".join(piece.text for piece in pieces), bool(options.ahead)):
-            yield Form(shown, tuple[Role, ...]("user" for _ in pieces))
+            yield shown, tuple[Role, ...]("user" for _ in pieces)
 
 
 def _as_user(messages: list[Any], at: int, text: str, ahead: bool) -> Iterator[list[Any]]:
@@ -143,11 +136,11 @@ def _end(base: str, text: str, pieces: Sequence[Piece], start: int) -> int | Non
     return stop
 
 
-def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form, options: LayoutOptions, stop: int) -> Rendered:
+def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], roles: Sequence[Role], options: LayoutOptions, stop: int) -> Rendered:
     shared = common_length(base.ids, full.ids)
     moves = tuple(
         Move(piece.message, piece.start, piece.stop, piece.by, "turn" if options.keep else "tail", role)
-        for piece, role in zip(pieces, form.roles, strict=True)
+        for piece, role in zip(pieces, roles, strict=True)
     )
     last = next((span.start for span in full.spans if span.kind == "generation"), len(full.ids))
     covered = min(last, full.encoded.tokens_before(stop) + 1)
