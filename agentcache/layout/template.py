@@ -160,12 +160,12 @@ class Template:
         user = {"role": "user", "content": FIRST}
         names = [str(tool.get("function", tool)["name"]) for tool in tools]
         for messages in ([{"role": "system", "content": SYSTEM}, user], [user]):
-            shown = self.attempt(messages, tools, True, kwargs)
+            shown = self.attempt(messages, tools, kwargs=kwargs)
             if shown is None:
                 continue
             if not all(name in shown for name in names):
                 return None
-            return _inserted(shown, self.attempt(messages, (), True, kwargs) or "", names[0])
+            return _inserted(shown, self.attempt(messages, (), kwargs=kwargs) or "", names[0])
         return ""
 
     def openings(self, leading: Sequence[Plain], tools: Sequence[Plain], kwargs: Mapping[str, Any]) -> list[str]:
@@ -173,21 +173,14 @@ class Template:
         user: Plain = {"role": "user", "content": SENTINEL}
         more: list[Plain] = [{"role": "assistant", "content": "Qzanswer"}, {"role": "user", "content": "qzmore"}]
         tried = ([user], [user, *more], [user, *tool_step(1, 0)])
-        found = bounded(lambda: [self.attempt([*leading, *later], tools, True, kwargs) for later in tried])
+        found = bounded(lambda: [self.attempt([*leading, *later], tools, kwargs=kwargs) for later in tried])
         shown = [text for text in found if text is not None]
         return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
 
-    def attempt(
-        self,
-        messages: Sequence[Plain],
-        tools: Sequence[Plain] = (),
-        generation: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        as_given: bool = False,
-    ) -> str | None:
-        """The same; None if the template refuses these messages."""
+    def attempt(self, messages: Sequence[Plain], tools: Sequence[Plain] = (), generation: bool = True, **options: Any) -> str | None:
+        """A rendering, other options as of `render`; None if the template refuses these messages."""
         try:
-            return self.render(messages, tools, generation, kwargs, as_given)
+            return self.render(messages, tools, generation, **options)
         except EndlessError:
             raise
         except PromptError:
