@@ -19,7 +19,7 @@ from .._sessions import place
 from .call_site import PromptState
 
 CONVERSATIONS = 256  # remembered; of one that is older, the next step is like its first
-Key = tuple[str, ...]
+Key = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Conversations:
         state = getattr(request, "state", None) or {}  # what was shortened for the model may stand there
         ids = frozenset(message.id for message in (*request.messages, *state.get("messages", ())) if message.id)
         with self._lock:
-            key = self._key(ids)
+            key = self._key(ids, _tenant(request))
             found = self._known.setdefault(key, Conversation(dict(self._first)))
             with found.lock:
                 found.answers &= ids
@@ -77,12 +77,18 @@ class Conversations:
                 self._known.popitem(last=False)
             return found
 
-    def _key(self, ids: frozenset[str]) -> Key:
-        """Agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the conversation that gave
-        one of its answers, however it was trimmed. Other messages say nothing: examples that an application shows to everybody have one id.
+    def _key(self, ids: frozenset[str], tenant: Key) -> Key:
+        """Tenant, agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the conversation that
+        gave one of its answers, however it was trimmed. Other messages say nothing: examples that are shown to everybody have one id.
         """
-        here = place()
-        if here[2]:
+        here = (*tenant, *place())
+        if here[-1]:
             return here
-        known = (key for key in reversed(self._known) if key[:3] == here and not ids.isdisjoint(self._known[key].answers))
+        known = (key for key in reversed(self._known) if key[: len(here)] == here and not ids.isdisjoint(self._known[key].answers))
         return next(known, None) or (*here, str(next(self._numbers)))
+
+
+def _tenant(request: ModelRequest[Any]) -> Key:
+    """Whose conversation it is: users of different namespaces may have one thread id. A server takes the namespace from the key."""
+    model, said = getattr(request, "model", None), getattr(request, "model_settings", {})
+    return said.get("namespace", getattr(model, "namespace", None)), getattr(model, "api_key", None)

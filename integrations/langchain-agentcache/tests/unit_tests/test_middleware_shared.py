@@ -103,6 +103,14 @@ def test_agents_of_one_instance_keep_to_their_tools(model: ChatAgentCache, asked
     assert asked == [(["read"], []), (["wipe"], [])] * 2
 
 
+def test_namespaces_that_share_a_thread_id_share_no_tools(model: ChatAgentCache, asked: list[Any]) -> None:
+    ours = AgentCacheMiddleware()
+    for namespace, one in (("alice", read), ("bob", wipe)):
+        mine = ChatAgentCache(engine=model._engine(), max_tokens=4, namespace=namespace)
+        create_agent(mine, [one], middleware=[ours]).invoke({"messages": [HumanMessage("Hello.")]}, thread("1"))
+    assert asked == [(["read"], []), (["wipe"], [])]
+
+
 def test_tools_that_were_given_are_shown_from_the_first_step(model: ChatAgentCache, asked: list[Any]) -> None:
     ours = AgentCacheMiddleware(tools=[wipe, read])
     agent = create_agent(model, [read, wipe], middleware=[ByRank(), ours])
