@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,6 +67,19 @@ class Answer:
         return self.stream.completion
 
 
+@asynccontextmanager
+async def running(state: ServerState, request: Request, model: str | None) -> AsyncIterator[Engine]:
+    """The engine of a model, for one request that is counted among the running ones. A client that leaves while it loads ends it."""
+    if state.closing.is_set():
+        raise _closing()
+    with state.admit(request.state.tenant):
+        try:
+            async with state.models.use(model, lambda loaded: _unless_gone(state, request, loaded, None)) as engine:
+                yield engine
+        except CancelledError as error:
+            raise ServerError(499, str(error), code="client_left") from error
+
+
 async def opened(
     state: ServerState,
     request: Request,
@@ -82,13 +95,7 @@ async def opened(
     """
     tenant: Tenant = request.state.tenant
     name = model if model is not None and state.models.get(model) else state.models.first.name
-    if state.closing.is_set():
-        raise _closing()
-    stack.enter_context(state.admit(tenant))
-    try:
-        engine = await stack.enter_async_context(state.models.use(model, lambda loaded: _unless_gone(state, request, loaded, None)))
-    except CancelledError as error:
-        raise _left(error) from error
+    engine = await stack.enter_async_context(running(state, request, model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
     stack.callback(record.leave)
@@ -110,8 +117,8 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     except TimeoutError as error:
         answer.record.fail("timeout")
         raise _late(state) from error
-    except CancelledError as error:
-        raise _left(error) from error
+    except CancelledError:
+        raise
     except AgentCacheError as error:
         answer.record.fail(str(error))
         raise
@@ -217,10 +224,6 @@ def sse(data: Any, event: str | None = None) -> str:
     """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data if isinstance(data, str) else _compact(data)}\n\n"
-
-
-def _left(error: CancelledError) -> ServerError:
-    return ServerError(499, str(error), code="client_left")
 
 
 def _late(state: ServerState) -> ServerError:

@@ -17,11 +17,11 @@ from pydantic import Field
 
 from .. import __version__
 from ..types import Reason
-from .answers import EVENTS, sse
+from .answers import EVENTS, running, sse
 from .chat import chat, with_role
 from .errors import ServerError
 from .registered_tools import Registered
-from .schemas import Body, ChatBody, Messages, Objects
+from .schemas import Body, ChatBody, Messages, Most, Objects
 from .served_models import adapter_of
 from .state import Caller, ServerState, Serving
 from .tenants import Tenant
@@ -56,7 +56,7 @@ class QueryBody(Body):
 
     group: str
     question: str
-    max_tokens: int | None = None
+    max_tokens: Most = None
     tool_choice: str | dict[str, Any] | None = None
 
 
@@ -115,19 +115,19 @@ def _model(name: str) -> dict[str, Any]:
 
 
 @router.post("/tools", tags=["cache"])
-async def register(body: ToolsBody, state: Serving, tenant: Caller) -> Response:
+async def register(body: ToolsBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Compute a tool group once, pin it, and remember it by name."""
     model = body.model if body.model is not None and state.models.get(body.model) else state.models.first.name
     group = Registered(body.name, tenant.namespace, model, body.system, body.tools, body.ttl_s, body.pinned)
-    return await _registered(group, state, tenant)
+    return await _registered(group, request, state, tenant)
 
 
 @router.patch("/tools/{name:path}", tags=["cache"])
-async def pin(name: str, body: PinBody, state: Serving, tenant: Caller) -> Response:
+async def pin(name: str, body: PinBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Pin a tool group, and compute what is gone of it; or release its pin."""
     known = state.group(tenant.namespace, name)
     if known.registered:
-        return await _registered(replace(known, pinned=body.pinned), state, tenant)
+        return await _registered(replace(known, pinned=body.pinned), request, state, tenant)
     async with state.models.use(known.model) as engine:  # a client pinned it: what it is computed from is not known here
         if not body.pinned:
             engine.release(name, namespace=tenant.namespace)
@@ -135,15 +135,14 @@ async def pin(name: str, body: PinBody, state: Serving, tenant: Caller) -> Respo
         return JSONResponse(_about(known, None, body.pinned))
 
 
-async def _registered(group: Registered, state: ServerState, tenant: Tenant) -> Response:
+async def _registered(group: Registered, request: Request, state: ServerState, tenant: Tenant) -> Response:
     state.tools.check_room(group)
-    with state.admit(tenant):
-        async with state.models.use(group.model) as engine:
-            made = await _warmed(engine, group, tenant)
-            state.tools.add(group)
-            state.tools.use(group.namespace, group.name)
-            state.records.wake()
-            return JSONResponse({**_about(group, made, True), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
+    async with running(state, request, group.model) as engine:
+        made = await _warmed(engine, group, tenant)
+        state.tools.add(group)
+        state.tools.use(group.namespace, group.name)
+        state.records.wake()
+        return JSONResponse({**_about(group, made, True), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
 
 
 async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGroup:
@@ -225,10 +224,9 @@ async def delete(name: str, state: Serving, tenant: Caller) -> Response:
 async def query(body: QueryBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Ask a registered group a question."""
     group = state.tools.find(tenant.namespace, body.group)
-    with state.admit(tenant):
-        async with state.models.use(group.model) as engine:
-            if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
-                await _warmed(engine, group, tenant)  # its time was over
+    async with running(state, request, group.model) as engine:
+        if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
+            await _warmed(engine, group, tenant)  # its time was over
     messages = [{"role": "system", "content": group.system}] if group.system else []
     messages.append({"role": "user", "content": body.question})
     said = body.model_dump(exclude={"group", "question"}, exclude_none=True) | {"model": group.model}
@@ -241,18 +239,18 @@ async def query(body: QueryBody, request: Request, state: Serving, tenant: Calle
 
 
 @router.post("/v1/cache/probe", tags=["cache"])
-async def probe(body: ProbeBody, state: Serving, tenant: Caller) -> Response:
+async def probe(body: ProbeBody, request: Request, state: Serving, tenant: Caller) -> Response:
     """Tell how many tokens of a prompt would be found, in which tier, and why no more."""
-    with state.admit(tenant):
-        async with state.models.use(body.model) as engine:
-            messages = [with_role(message) for message in body.messages]
-            volatile = tuple(body.volatile or ())
+    async with running(state, request, body.model) as engine:
+        messages = [with_role(message) for message in body.messages]
+        volatile = tuple(body.volatile or ())
 
-            def look() -> dict[str, Any]:
-                adapter = body.adapter or adapter_of(engine, body.model)
-                return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile, adapter=adapter).as_dict()
+        def look() -> dict[str, Any]:
+            adapter, most = body.adapter or adapter_of(engine, body.model), engine.model.context_tokens
+            asked: dict[str, Any] = {"namespace": tenant.namespace, "volatile": volatile, "adapter": adapter, "most_tokens": most}
+            return engine.probe(messages, body.tools, **asked).as_dict()
 
-            return JSONResponse(await anyio.to_thread.run_sync(look))
+        return JSONResponse(await anyio.to_thread.run_sync(look))
 
 
 @router.post("/v1/cache/forget", tags=["cache"])
@@ -265,12 +263,14 @@ async def forget(body: ForgetBody, state: Serving, tenant: Caller) -> Response:
 async def _forget(
     state: ServerState, namespace: str, group: Registered | None, older_than: float | None = None, model: str | None = None
 ) -> dict[str, Any]:
-    """Delete a tool group, by the model that holds it or, if that is served no more, by any; without one, pages of the namespace."""
+    """Delete a tool group, by the model that holds it or, if that is served no more, by any; without one, the namespace's pages of all."""
     name = None if group is None else group.name
     if group is not None:
         model = group.model if group.model in state.models.names else None
     async with state.models.use(model) as engine:
-        done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=name, older_than=older_than))
+        engines = [engine] if model or group else list(state.models.engines.values())  # without a store each knows only its own
+        wanted: dict[str, Any] = {"namespace": namespace, "group": name, "older_than": older_than}
+        done = await anyio.to_thread.run_sync(lambda: [one.forget(**wanted) for one in engines])
     if group is not None:
         state.tools.drop(group)
     else:
@@ -278,7 +278,9 @@ async def _forget(
 
         state.responses.forget(Deletion(namespace, None if older_than is None else time.time() - older_than))
     state.records.wake()
-    return {"memory_pages": done.memory_pages, "disk_pages": done.pages, "disk_bytes": done.bytes, "groups": list(done.groups)}
+    sums = {"memory_pages": "memory_pages", "disk_pages": "pages", "disk_bytes": "bytes"}
+    groups = sorted({group for one in done for group in one.groups})
+    return {**{said: sum(getattr(one, count) for one in done) for said, count in sums.items()}, "groups": groups}
 
 
 @router.get("/status", tags=["cache"])

@@ -16,7 +16,7 @@ from ..documents import PACK_TOKENS
 from ..errors import ConfigError, PolicyError
 from ..model_facts import ModelFacts
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
-from .answers import EVENTS, Answer, EventStream, opened, sse
+from .answers import EVENTS, Answer, EventStream, opened, running, sse
 from .chat import failed_event
 from .schemas import Messages, Objects, Strict, Text, Texts
 from .served_models import adapter_of
@@ -175,9 +175,8 @@ def _call(path: str, kind: type[EngineBody], method: str = "POST") -> Callable[[
         async def route(said: Any, request: Request) -> Response:
             state: ServerState = request.app.state.server
             tenant: Tenant = request.state.tenant
-            with state.admit(tenant):
-                async with state.models.use(said.model) as engine:
-                    return JSONResponse(await anyio.to_thread.run_sync(work, engine, tenant, said))
+            async with running(state, request, said.model) as engine:
+                return JSONResponse(await anyio.to_thread.run_sync(work, engine, tenant, said))
 
         route.__annotations__["said"] = kind if method == "POST" else Annotated[kind, Query()]
         router.add_api_route(path, route, methods=[method], name=work.__name__, description=work.__doc__)

@@ -10,7 +10,8 @@ import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from .answers import EVENTS, Answer, EventStream, opened, sse, whole
+from ..errors import ContextOverflowError
+from .answers import EVENTS, Answer, EventStream, opened, running, sse, whole
 from .chat import arguments_of, asking
 from .errors import NO_THREADS, AnthropicProblem, ServerError, problems, refused
 from .schemas import MessagesBody, constraint_of, schema_of, thinking_of
@@ -49,18 +50,20 @@ async def create(body: MessagesBody, request: Request, state: Serving, tenant: C
 
 
 @router.post("/count_tokens")
-async def count(body: MessagesBody, state: Serving, tenant: Caller) -> Response:
-    """Count the tokens of a prompt, computing none."""
+async def count(body: MessagesBody, request: Request, state: Serving, tenant: Caller) -> Response:
+    """Count the tokens of a prompt, computing none; of one far beyond the context, estimate them."""
     said, tools, kwargs = _prompt(body)
-    with state.admit(tenant):
-        async with state.models.use(body.model) as engine:
+    async with running(state, request, body.model) as engine:
 
-            def counted() -> int:
-                adapter, volatile = adapter_of(engine, body.model), tuple(body.volatile or ())
-                found = engine.probe(said, tools, volatile=volatile, namespace=tenant.namespace, adapter=adapter, template_kwargs=kwargs)
-                return found.prompt_tokens
+        def counted() -> int:
+            adapter, volatile = adapter_of(engine, body.model), tuple(body.volatile or ())
+            asked: dict[str, Any] = {"volatile": volatile, "namespace": tenant.namespace, "adapter": adapter, "template_kwargs": kwargs}
+            try:
+                return engine.probe(said, tools, **asked, most_tokens=engine.model.context_tokens).prompt_tokens
+            except ContextOverflowError as error:
+                return error.prompt_tokens
 
-            return JSONResponse({"input_tokens": await anyio.to_thread.run_sync(counted)})
+        return JSONResponse({"input_tokens": await anyio.to_thread.run_sync(counted)})
 
 
 # -- what is asked -------------------------------------------------------------------------------------------------

@@ -244,3 +244,14 @@ def test_reuse_off_computes_all_and_is_no_miss(served: Served) -> None:
         (group,) = [one for one in client.get("/tools").json()["groups"] if one["name"] == "off"]
         assert (group["hits"], group["requests"]) == (1, 1)
         client.delete("/tools/off")
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_a_question_of_no_tokens_is_refused(served: Served, most: int) -> None:
+    post(served, "/tools", GROUP)
+    assert post(served, "/query", {**QUESTION, "max_tokens": most}, 400)["error"]["param"] == "max_tokens"
+
+
+def test_a_probe_of_many_contexts_is_refused_at_once(served: Served) -> None:
+    told = post(served, "/v1/cache/probe", {"messages": [{"role": "user", "content": "water " * 200_000}]}, 400)["error"]
+    assert told["code"] == "context_length_exceeded"

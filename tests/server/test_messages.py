@@ -12,6 +12,7 @@ import pytest
 
 from agentcache import Engine
 from agentcache.answer.parser import Delta
+from agentcache.layout.tokenise import Encoder
 from agentcache.server.errors import ServerError
 from agentcache.server.messages import SIGNATURE, BlockWriter, messages_of
 from agentcache.server.schemas import MessagesBody, thinking_of
@@ -291,3 +292,11 @@ def test_a_count_takes_the_arguments_of_the_template(served: Served) -> None:
     with mock.patch.object(Engine, "probe", autospec=True, side_effect=Engine.probe) as probe, served.client() as http:
         assert http.post("/v1/messages/count_tokens", json=asked).json()["input_tokens"]
     assert probe.call_args.kwargs["template_kwargs"] == thinking_of("none")
+
+
+def test_the_count_of_many_contexts_is_an_estimate(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, encode = list[int](), Encoder._encode
+    monkeypatch.setattr(Encoder, "_encode", lambda self, text: (read.append(len(text)), encode(self, text))[1])
+    counted = served.anthropic().messages.count_tokens(model="embedded", messages=[{"role": "user", "content": "water " * 200_000}])
+    assert 380_000 < counted.input_tokens < 420_000
+    assert max(read) < 600_000, "31 MiB of text took 10 GB of memory, and minutes"

@@ -17,7 +17,7 @@ from agentcache import Engine
 from agentcache.cli.app import app
 from agentcache.server.cache_api import events
 from agentcache.server.listening import EndingServer
-from agentcache.server.registered_tools import RegisteredTools
+from agentcache.server.registered_tools import Registered, RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
 from agentcache.server.state import ServerState
 from agentcache.server.tenants import Tenants
@@ -54,7 +54,18 @@ def test_health_is_answered_while_weights_load() -> None:
         assert http.get("/ready").json()["ready"]
 
 
-def test_a_client_that_leaves_a_loading_model_frees_its_place() -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, BODY),
+        ("/v1/messages/count_tokens", BODY),
+        ("/v1/cache/probe", {"messages": BODY["messages"]}),
+        ("/v1/engine/render", {"text": "tide"}),
+        ("/tools", {"name": "desk", "system": "Answer."}),
+        ("/query", {"group": "known", "question": "When?"}),
+    ],
+)
+def test_a_client_that_leaves_a_loading_model_frees_its_place(path: str, body: dict[str, Any]) -> None:
     go = threading.Event()
 
     def open_slowly(say: Callable[[str], None]) -> Engine:
@@ -62,8 +73,9 @@ def test_a_client_that_leaves_a_loading_model_frees_its_place() -> None:
         return Engine("embedded", store=None)
 
     with serving(ServedModel("slow", open_slowly), most=1) as served, served.client() as http:
+        served.state.tools.add(Registered("known", "default", "slow", "Answer.", pinned=False))
         with pytest.raises(httpx.ReadTimeout):
-            http.post(CHAT, json=BODY, timeout=0.3)
+            http.post(path, json=body, timeout=0.3)
         for _ in range(1000):
             if not served.state.tenants.running:
                 break
@@ -71,7 +83,16 @@ def test_a_client_that_leaves_a_loading_model_frees_its_place() -> None:
         left = (served.state.tenants.running, served.state.models.first.busy, served.state.models.first.state)
         go.set()
         assert left == (0, 0, "loading")
-        assert http.post(CHAT, json=BODY).status_code == 200
+        assert http.post(path, json=body).status_code == 200
+
+
+def test_forgetting_reaches_every_model() -> None:
+    with serving(embedded("a"), embedded("b")) as served, ready(served).client() as http:
+        for name in ("a", "b"):
+            http.post(CHAT, json={**BODY, "model": name})
+        http.post("/v1/cache/forget", json={})
+        for name in ("a", "b"):
+            assert http.post("/v1/cache/probe", json={"messages": ASKED, "model": name}).json()["memory_tokens"] == 0
 
 
 def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
