@@ -45,6 +45,14 @@ def test_a_body_that_is_none_is_refused(served: Served, path: str, body: bytes) 
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}])
+def test_bodies_that_any_site_may_send_are_refused(served: Served, headers: dict[str, str]) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert answer.status_code == 400
+    assert "content-type: application/json" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "more",
     ['"metadata": {"a": 1e400}', '"tools": [{"type": "function", "name": "f", "parameters": {"maximum": NaN}}]', '"temperature": 1e400'],
