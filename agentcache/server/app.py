@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
+from .. import __version__, extras
 from ..errors import AgentCacheError
 from . import cache_api, chat, engine_api, messages, page, responses
 from .errors import Problem, ServerError, problems
@@ -26,6 +26,7 @@ OPEN = ("/health", "/ready", "/openapi.json", *page.FILES)  # without a key
 
 def create_app(state: ServerState) -> FastAPI:
     """The application over these models and tenants."""
+    extras.library("fastapi", "0.132", "server", "serve")  # older ones read a body without a type, which a page of any site may send
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
