@@ -115,6 +115,6 @@ class Adapters:
         if gone is not None and gone not in self._named.values():
             self._model.adapters.pop(gone.digest, None)
             with self._store.deletions.lock:
-                self._store.let_go(Deletion(fingerprint=f"+{gone.digest}"))
+                self._store.drop_deleted(Deletion(fingerprint=f"+{gone.digest}"))
         firsts = {known.first_layer for known in self._named.values() if not known.invocation} - {0}
         self._model.keep_boundaries(tuple(sorted(firsts)), "adapters")

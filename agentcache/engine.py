@@ -171,7 +171,7 @@ class Engine(ProcessOwned, Documents):
         self.check_open()
         if self._policy is not None:
             self._policy.check_requests(namespace, adapter)
-        called, received = time.perf_counter(), self.store.heed()
+        called, received = time.perf_counter(), self.store.apply_deletions()
         chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(messages, tools, volatile=volatile, rendering=rendering, tools_order=tools_order,
             template_kwargs=template_kwargs, namespace=namespace, most_tokens=self.model.context_tokens,
@@ -254,7 +254,7 @@ class Engine(ProcessOwned, Documents):
         from .prefix_probe import probe
 
         self.check_open()
-        self.store.heed()
+        self.store.apply_deletions()
         chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(messages, tools, volatile=volatile, namespace=namespace, **rendered)
         acts_from = self._adapters.acts_from(chosen, layout) if chosen else 0
@@ -323,7 +323,7 @@ class Engine(ProcessOwned, Documents):
             weights = fingerprint_of(self.fingerprint.whole if self.fingerprint else "", chosen)
             pin = partial(self.pin, on_progress=on_progress, sources=sources)
             return self._groups.timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
-        called, received = time.perf_counter(), self.store.heed()
+        called, received = time.perf_counter(), self.store.apply_deletions()
         sticky = () if group is None else self._groups.tools(namespace, group, chosen)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, most_tokens=self.model.context_tokens, **shown)
         filled = layout

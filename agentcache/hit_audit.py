@@ -95,7 +95,7 @@ class HitAudit:
             [outcome] = self.runner.run([Work(check.sequence, ids, scope.regime, False, scope.weights)])
         except FAULTS:
             outcome = None
-        if outcome is None or outcome.error is not None or outcome.moved:
+        if outcome is None or outcome.error is not None or outcome.weights_changed:
             self._drop()  # no memory for it, or other weights: another hit will be checked
             return
         done = start + count

@@ -24,7 +24,7 @@ class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
-    copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
+    copied_tokens: slots that attaching copied from a shared page. ahead: ranges after `length`, in order. state: of recurrent
     layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. ended: where pieces ended.
     adapter: of the request, None for the base (model/adapters.py); it acts on tokens from position acts_from on.
     routes: through experts, where they are asked for (model/routes.py).
@@ -141,7 +141,7 @@ class Sequence:
             kept[slot : slot + count] = states[offset : offset + count]
 
     def place(self, spans: list[Ahead]) -> None:
-        """Declare what was written ahead; it is stepped over as soon as everything before it is computed."""
+        """Declare tokens ahead, whose KV is written; they are stepped over as soon as everything before them is computed."""
         assert not self.ahead
         self.ahead.extend(spans)
         self._step_over()
@@ -181,7 +181,7 @@ class Sequence:
         return self.ahead[0] if self.ahead and self.ahead[0].held and self.ahead[0].start == self.length else None
 
     def resolve(self, spans: list[Ahead]) -> None:
-        """Put these in the place of what belongs to the junction's run, and go on."""
+        """Replace the junction's run ahead by these spans, and go on."""
         run = self.ahead[0].run
         self.ahead = [*spans, *(span for span in self.ahead if span.run != run)]
         self._step_over()
@@ -197,8 +197,8 @@ class Sequence:
             page.filled = slot + count
         self.length += tokens
 
-    def withdraw(self, tokens: int) -> None:
-        """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite.
+    def truncate(self, tokens: int) -> None:
+        """Cut the sequence down to `tokens`; zero all later slots in pages that it may write, so that masked slots stay finite.
 
         That includes slots after `length` which a failed forward may have written.
         """

@@ -48,14 +48,14 @@ class Matching:
         model = self.model
         regime = model.regime(len(running.ids))
         refused = model.fingerprint is not None and model.fingerprint.refusal
-        if regime is None or refused or running.restless:
+        if regime is None or refused or running.weights_unstable:
             return None
         return Scope(running.asked.namespace, fingerprint_of(running.provenance.fingerprint, running.asked.adapter), regime)
 
     def unpaged(self, running: Running) -> tuple[Reason, str]:
         """The reason why a sequence cannot be paged."""
         model = self.model
-        if running.restless:
+        if running.weights_unstable:
             return Reason.FINGERPRINT, f"weights, adapters or hooks changed {RENEWALS} times while it waited or was filled"
         if model.fingerprint is not None and model.fingerprint.refusal:
             return Reason.FINGERPRINT, model.fingerprint.refusal
@@ -72,7 +72,7 @@ class Matching:
             return Match(0, (), Reason.REUSE_OFF)
         if running.suspects:
             longest = max(one.tokens for one in running.suspects)
-            detail = f"NaN or infinity behind {longest} tokens that were attached: computed again without reuse"
+            detail = f"NaN or infinity after {longest} tokens that were attached: computed again without reuse"
             return Match(0, (), Reason.NON_FINITE, detail=detail)
         found = at_checkpoint(self.store.match(scope, running.covered_ids), cuts)
         if running.asked.reuse == "lossy" and (disk := self.store.disk):

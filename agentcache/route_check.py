@@ -31,7 +31,7 @@ def _without_reuse(runner: Runner, running: Running) -> Routes | None:
         for count in _pieces(sequence, len(ids)):
             some = ids[sequence.length : sequence.length + count]
             [outcome] = runner.run([Work(sequence, some, running.scope.regime, False, running.scope.weights)])
-            if outcome.error is not None or outcome.moved:
+            if outcome.error is not None or outcome.weights_changed:
                 return None
     finally:
         sequence.close()

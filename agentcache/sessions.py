@@ -76,7 +76,7 @@ class Sessions:
         self._lock = threading.RLock()
         self._look_at = 0.0  # for turns to be stored in fewer bits, by time.monotonic()
         self._store.on_renewal(self._record)
-        self._store.on_deletion(self.let_go)
+        self._store.on_deletion(self.drop_deleted)
         if self._store.disk and self._model.spec:
             scheduler.read_ahead = ReadAhead(self._store, self._model.spec, self._chain)
         self._read_ahead = scheduler.read_ahead
@@ -132,7 +132,7 @@ class Sessions:
         )
         told = self._records(group.namespace, name).get(group.fingerprint)
         with suppress(StoreError), self._store.deletions.lock:  # the answer is right all the same
-            if not self._store.deletions.meet(scope, ids, running.received):
+            if not self._store.deletions.deleted(scope, ids, running.received):
                 self._move(group, scope, ids, told)
         return completion
 
@@ -254,7 +254,7 @@ class Sessions:
 
     def last(self, namespace: str, name: str) -> ToolGroup | None:
         """The session's last answer under the weights of now, of any adapter; None if there is none."""
-        self._store.heed()
+        self._store.apply_deletions()
         weights = self._fingerprint.whole if self._fingerprint else ""
         known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
         return max(known, key=_recorded, default=None)
@@ -349,14 +349,13 @@ class Sessions:
         for held in list(self._held.values()):
             self._store.record(held.group)
 
-    def let_go(self, deletion: Deletion) -> None:
-        """Let go of sessions that were deleted on purpose."""
+    def drop_deleted(self, deletion: Deletion) -> None:
+        """Unpin and forget the sessions that a deletion covers."""
         by_age = deletion.forced and deletion.before is not None  # pages may be older than their session
         with self._lock:
             for key, held in list(self._held.items()):
                 group = held.group
-                gone = deletion.names(group.namespace, group.name) or deletion.covers(key[0], group.created) or deletion.about(group.scope)
-                if deletion.forced and gone:
+                if deletion.forced and deletion.covers_group(group):
                     self._unpin(self._held.pop(key))
                     self._drop_splices(key[0], group.splices)
                     if deletion.group is not None:

@@ -49,7 +49,7 @@ class ToolGroups:
         self.timed = TimedPins(self)
         self._sessions: Sessions | None = None
         self._store.on_renewal(self._record)
-        self._store.on_deletion(self.let_go)
+        self._store.on_deletion(self.drop_deleted)
 
     def _record(self) -> None:
         for group in self.all:
@@ -152,7 +152,7 @@ class ToolGroups:
         self._unpin(before)
         return group
 
-    def settle(self, group: ToolGroup) -> None:
+    def leave_to_disk(self, group: ToolGroup) -> None:
         """Write a group and leave it to the disk: pinned there, in memory the first that is evicted.
 
         So a corpus larger than memory takes no page of the agents beside it, but for those of the few packs that are not written yet.
@@ -162,7 +162,7 @@ class ToolGroups:
         if disk is None or about not in self._held:  # forgotten since it was computed
             return
         if not self._store.flush() and not disk.index.whole(group.page_keys, group.fingerprint):
-            self._store.heed()
+            self._store.apply_deletions()
             if not self.release(*about):  # another process has deleted it
                 return
             disk.index.drop_group(*about, group.fingerprint)
@@ -198,9 +198,7 @@ class ToolGroups:
             return list(found.values())
         whole = self._fingerprint.whole if self._fingerprint else ""
         for one in disk.index.groups():
-            if (
-                one.sources and one.fingerprint.partition("+")[0] == whole
-            ):  # another process may have released texts of one that is held here
+            if one.sources and one.scope.weights == whole:  # another process may have released texts of one that is held here
                 found[one.namespace, one.name] = replace(found.get((one.namespace, one.name), one), sources=one.sources)
         return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
 
@@ -215,11 +213,11 @@ class ToolGroups:
     def _check_kept(self, request: Running, scope: Scope, layout: Layout, name: str | None) -> None:
         store, ids, received = self._store, request.ids.array(), request.received
         with store.deletions.lock:
-            gone = [one for one in store.deletions.since(received.generation) if one.meets(scope, ids, received.made)]
+            gone = [one for one in store.deletions.since(received.generation) if one.covers_sequence(scope, ids, received.made)]
             if not gone:
                 return
             if request.pinned_pages and all(one.group is not None for one in gone):  # other deletions take pinned pages, too
-                keys = [entry.key for entry in store.tree.path(scope, ids) if any(one.reaches(entry) for one in gone)]
+                keys = [entry.key for entry in store.tree.path(scope, ids) if any(one.covers_lineage(entry) for one in gone)]
                 store.release_pin(scope.pin_name(as_ids(layout.ids)))
                 for one in gone:
                     store.tree.remove(one)
@@ -228,14 +226,13 @@ class ToolGroups:
             request.pinned_pages = 0
         raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
-    def let_go(self, deletion: Deletion) -> None:
-        """Unpin tool groups that were deleted on purpose."""
+    def drop_deleted(self, deletion: Deletion) -> None:
+        """Unpin the tool groups that a deletion covers."""
         by_age = dict(self._store.tree.pinned()) if deletion.before is not None else {}
         with self._lock:
             for name, held in list(self._held.items()):
-                gone = deletion.names(*name) or deletion.covers(name[0], held.created) or deletion.about(held.scope)
-                older = any(map(deletion.takes, by_age.get((held.scope, held.tip), ())))  # pages may be older than their group
-                if deletion.forced and (gone or older):
+                older = any(map(deletion.covers_page, by_age.get((held.scope, held.tip), ())))  # pages may be older than their group
+                if deletion.forced and (older or deletion.covers_group(held)):
                     self._unpin(self._held.pop(name))
 
     def release(self, namespace: str, name: str) -> bool:

@@ -214,7 +214,7 @@ def rounds(engine: Engine, repeats: int, context: int = 1536) -> list[dict[str, 
             run(works)
             found.append((time.perf_counter() - began) * 1e3)
             for name, length in lengths.items():
-                at[name].withdraw(length)
+                at[name].truncate(length)
         return statistics.median(found)
 
     at = {"filling": filled(context), "decoding": filled(len(ids) - 1)}

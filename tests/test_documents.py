@@ -197,7 +197,7 @@ def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, 
         running.store.tree.eviction.budget_bytes = room * 2 * running.model.spec.page_bytes
         told: list[int] = []
         computed: list[int] = []
-        settle, pin = running._groups.settle, running.pin
+        settle, pin = running._groups.leave_to_disk, running.pin
 
         def settled(group: ToolGroup) -> None:
             deadline = time.monotonic() + 10
@@ -209,7 +209,7 @@ def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, 
             computed.append(len(told))
             return pin(*given, **options)
 
-        running._groups.settle, running.pin = settled, pinned  # type: ignore[method-assign]
+        running._groups.leave_to_disk, running.pin = settled, pinned  # type: ignore[method-assign]
         made = running.learn(TEXTS, pack_tokens=1, progress=lambda done, total: told.append(done))
         assert computed == [max(0, number - ahead) for number in range(len(TEXTS))]
         assert told[-1] == sum(one.tokens for one in made.documents) == sum(sizes.values())

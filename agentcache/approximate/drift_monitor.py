@@ -127,7 +127,7 @@ class DriftMonitor:
     def _run(self, *works: Work) -> list[torch.Tensor | None]:
         outcomes = self.runner.run(list(works))
         for outcome in outcomes:
-            if outcome.error is not None or outcome.moved:
+            if outcome.error is not None or outcome.weights_changed:
                 raise RuntimeError(str(outcome.error or "weights changed"))
         return [outcome.logits for outcome in outcomes]
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
+from ..store.deletion_log import Moment
 from ..store.disk.disk_tier import DiskTier
 from ..store.disk.folder import Folder
 from ..store.disk.index_metadata import named, tick
 from ..store.disk.schema import guard, unguard
-from ..store.heard_deletions import Moment
 from ..store.keys import Ids, Scope, chain
 from ..store.store import Store
 from ..types import PAGE_TOKENS
@@ -54,7 +54,7 @@ class MinHashIndex:
     def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
         """Remember the windows of a cached prompt, after the answer. received: when it was; no effect if it was deleted since."""
         if windows and scope.precision == "exact" and (disk := self.store.disk):
-            moment = received or self.store.heed()
+            moment = received or self.store.apply_deletions()
             disk.writer.after(lambda: self.note_now(disk, scope, ids, windows, moment))
 
     def note_now(self, disk: DiskTier, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment) -> int:
@@ -78,7 +78,7 @@ class MinHashIndex:
 
         def put(connection: sqlite3.Connection) -> None:
             gone = disk.index.deletions_in(connection, received.generation)
-            if any(done.meets(scope, ids, received.made) for done in gone):
+            if any(done.covers_sequence(scope, ids, received.made) for done in gone):
                 self.clear(scope.namespace)  # its process let go before these were added
                 return
             first = tick(connection, len(sealed))

@@ -25,8 +25,8 @@ from ..kv import stored_states
 from ..plan import Attach
 from ..request import Running
 from ..scheduler import Scheduler
+from ..store.deletion_log import Moment
 from ..store.entry import Match
-from ..store.heard_deletions import Moment
 from ..store.keys import Ids, Scope, as_ids
 from ..types import Layout, Precision, Reason, Refusal, Reuse, Segment, check_reuse
 from .calibrations import Calibrations, Given
@@ -334,13 +334,13 @@ class SegmentReuse:
         margin = self.calibration.margin if self._calibrations and self.scope and not decoding.forced else 0.0
         if not margin or (gap := decoding.sampler.gap(logits, running.ids.all)) >= margin:
             return ""
-        return f"first choices behind token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
+        return f"first choices after token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
 
     def refusal(self) -> Refusal:
         """Say since when the sequence is not exact."""
         running = self._running
         exact = running.sequence.exact_until if running.sequence else 0
-        detail = "behind segments from other positions: near the exact values, not equal"
+        detail = "after segments from other positions: near the exact values, not equal"
         return Refusal(Reason.APPROXIMATE, exact, len(running.ids), detail)
 
     def detach(self, for_good: bool = False) -> None:

@@ -85,6 +85,6 @@ def floor(engine: Engine, namespace: str, ids: Seq[int], prefix: int) -> tuple[T
     assert outcome.logits is not None
     token = int(outcome.logits.argmax())
     stamp = time.perf_counter()
-    sequence.withdraw(prefix)  # the group's own last page may have been claimed: leave it as it was
+    sequence.truncate(prefix)  # the group's own last page may have been claimed: leave it as it was
     sequence.close()
     return timed(began, [stamp], [token]), outcome.logits

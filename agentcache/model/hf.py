@@ -292,7 +292,7 @@ class HFModel:
         """Run packed ids [tokens] of `parts` and return logits [len(wanted), vocab] in fp32 of the wanted rows.
 
         Writes the keys and values of every token into the parts' pages; the caller advances the sequences. Parts that come in at a layer
-        stand behind the others, the lowest first; these need stepped layers. So does stopping behind the first `layers`, which returns the
+        stand after the others, the lowest first; these need stepped layers. So does stopping after the first `layers`, which returns the
         normalised hidden states there, [len(wanted), hidden].
         """
         numerics = self.numerics
@@ -386,7 +386,7 @@ class HFModel:
 
     @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any, adapter: Any = None, start: int = 0) -> tuple[torch.Tensor, Any]:
-        """transformers' own forward for one sequence: new ids [tokens] behind `state` -> last logits [vocab] in fp32, grown state.
+        """transformers' own forward for one sequence: new ids [tokens] after `state` -> last logits [vocab] in fp32, grown state.
 
         state: None at first, then what was returned: transformers' cache, or all ids so far where a model's state has no such object.
         adapter: it acts on tokens from position `start` of the sequence on.

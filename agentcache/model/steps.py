@@ -145,7 +145,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Run all layers (or the first `layers`) over packed ids [rows] -> normalised hidden states of the wanted rows [len(wanted), hidden].
 
-    ids: of the rows that start at the bottom, padded; the others follow behind them, layer by layer, as in `batch.later`.
+    ids: of the rows that start at the bottom, padded; the others follow after them, layer by layer, as in `batch.later`.
     cos, sin [all rows, head_dim].
     """
     decoder = model.model

@@ -15,9 +15,9 @@ from agentcache.approximate import minhash
 from agentcache.approximate.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, Kept, LSHIndex, Signer, shingles
 from agentcache.approximate.minhash_index import MOST_ROWS, MinHashIndex
 from agentcache.errors import ConfigError
+from agentcache.store.deletion_log import Moment
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
-from agentcache.store.heard_deletions import Moment
 from agentcache.store.keys import Ids, Scope, chain
 from tests.approximate.windows import WordWindow, words
 from tests.processes import program
@@ -220,7 +220,7 @@ def index_over(index: Index) -> MinHashIndex:
     """The index of windows of a store that has no more than this, and does its writing at once."""
     disk = SimpleNamespace(index=index, folder=index.folder, writer=SimpleNamespace(after=lambda job: job()))
     nothing = lambda *_: None  # noqa: E731
-    return MinHashIndex(SimpleNamespace(disk=disk, on_deletion=nothing, on_renewal=nothing, heed=lambda: NOW))  # type: ignore[arg-type]
+    return MinHashIndex(SimpleNamespace(disk=disk, on_deletion=nothing, on_renewal=nothing, apply_deletions=lambda: NOW))  # type: ignore[arg-type]
 
 
 def note_now(signed: MinHashIndex, windows: list[WordWindow]) -> int:

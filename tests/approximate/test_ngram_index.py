@@ -171,14 +171,14 @@ def test_a_page_that_shrank_is_found_as_it_grows_again() -> None:
     tree, kept, page = PrefixTree(1 << 30), text(1, 400), Page(SPEC)
     found(tree, kept)
     tree.admit(SCOPE, kept, [page], "here")
-    tree.forget(SCOPE, kept, 100, [page])
+    tree.retract(SCOPE, kept, 100, [page])
     other = np.concatenate([kept[:100], text(4, 300)])
     keep(tree, other)
     [run] = found(tree, np.concatenate([text(2, 20), other, text(3, 20)]))
     assert (run.start, run.stop) == (20, 420)
     [run] = found(tree, np.concatenate([text(2, 20), other[120:], text(3, 20)]))
     assert (run.start, run.stop) == (20, 300), "by what came last"
-    tree.forget(SCOPE, other, 50, [entry.page for entry in tree.entries()])
+    tree.retract(SCOPE, other, 50, [entry.page for entry in tree.entries()])
     tree.clear()
     assert tree.audit()["indexed"] == 0
 

@@ -344,9 +344,9 @@ def test_cleared_signatures_leave_memory_and_return_from_disk(folder: Path) -> N
     store = opened(folder)
     assert brought(store, PROMPT, first=4).tokens == 300
     store.clear()
-    store.let_go(Deletion("another"))
+    store.drop_deleted(Deletion("another"))
     assert len(said(store).signatures)
-    store.let_go(Deletion(SCOPE.namespace))
+    store.drop_deleted(Deletion(SCOPE.namespace))
     assert len(said(store).signatures) == 0
     assert brought(store, PROMPT, first=4).tokens == 300
 
@@ -374,7 +374,7 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
 def test_what_is_deleted_meanwhile_is_not_noted(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     store = opened(folder)
     assert store.disk is not None
-    index, received, deleted = said(store), store.heed(), []
+    index, received, deleted = said(store), store.apply_deletions(), []
 
     def clear() -> None:
         deleted.append(delete(store, SCOPE.namespace, None, None))

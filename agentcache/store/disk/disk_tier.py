@@ -21,8 +21,8 @@ from ...kv import PAGE_TOKENS, Page
 from ...kv_spec import KVSpec
 from ...openmp import use_one_thread
 from ...types import Grade, Precision, Reason, StoreOptions
+from ..deletion_log import DeletionLog
 from ..entry import Entry, Match
-from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
 from . import blob_files, blob_io, process_identity, session_rows
@@ -59,22 +59,22 @@ class DiskMatch:
 class DiskTier:
     """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read.
 
-    deletions: those that this process has let go of. seen: the folder's `generation` then. instead: of a folder that this process used
-    before, and that was deleted: the numbers of deletions go on from there.
+    deletions: those that this process has applied. seen_generation: the folder's `generation_stat` then. instead: of a folder that this
+    process used before, and that was deleted: the numbers of deletions go on from there.
     """
 
-    def __init__(self, options: StoreOptions, deletions: Deletions | None = None, *, instead: bool = False) -> None:
+    def __init__(self, options: StoreOptions, deletions: DeletionLog | None = None, *, instead: bool = False) -> None:
         self.options, self.written = options, options.precision
         self.precision: Precision = options.turns if self.written == "exact" else self.written  # the fewest bits that lossy requests get
         self.folder = Folder.open(options.folder, key=options.encryption_key, overwrite=options.overwrite)
-        self.seen = self.folder.generation
+        self.seen_generation = self.folder.generation_stat
         try:
             self.index = Index(self.folder)
         except StoreFullError:  # may be full of what killed writers left
             blob_files.sweep(self.folder, set)  # parts: without the index every finished file counts as named
             self.index = Index(self.folder)
-        self.deletions = deletions or Deletions()
-        self.index.ahead = self.deletions.generation + 1 if instead else 0
+        self.deletions = deletions or DeletionLog()
+        self.index.generation_offset = self.deletions.generation + 1 if instead else 0
         self.process = process_identity.token()
         try:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
@@ -135,7 +135,7 @@ class DiskTier:
         if self.index.present([row.id]) and self.index.has_blobs([row.blob]):
             return None
         deleted, scope = self.index.deletions(self.deletions.generation), Scope(row.namespace, row.fingerprint)
-        gone = any(one.covers(row.namespace, row.created) or one.about(scope) or row.page_key in one.keys for one in deleted)
+        gone = any(one.covers(row.namespace, row.created) or one.covers_adapter(scope) or row.page_key in one.keys for one in deleted)
         return Reason.DELETED if gone else Reason.EVICTED
 
     def quarantine(self, keys: Sequence[bytes], weights: str, why: str) -> None:
@@ -255,7 +255,7 @@ class DiskTier:
 
         def asked(connection: sqlite3.Connection) -> bool:
             nonlocal wanted
-            wanted = not any(done.reaches(pending.entry) for done in self.index.deletions_in(connection, pending.generation))
+            wanted = not any(done.covers_lineage(pending.entry) for done in self.index.deletions_in(connection, pending.generation))
             return wanted
 
         try:
@@ -296,8 +296,8 @@ class DiskTier:
         wrong = [row.id for row in found if grade == "exact" or row.precision == grade]
         blob_files.remove(self.folder, self.index.remove(wrong, force=True))
 
-    def take_back(self, keys: Sequence[bytes], scope: Scope) -> None:
-        """The same, those on their way too; later, where that fails: whoever asks has to scrub its pages in any case."""
+    def retract(self, keys: Sequence[bytes], scope: Scope) -> None:
+        """The same, with pages on their way to disk; tried again later where it fails: the caller has to zero its pages in any case."""
         self.writer.discard(frozenset(keys))
         try:
             self.forget(keys, scope.fingerprint, scope.precision)

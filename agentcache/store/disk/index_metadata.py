@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from ...errors import StoreError
 from ..deletion import Deletion
-from ..heard_deletions import MOST
+from ..deletion_log import MOST
 from ..keys import Ids
 from ..tool_group import ToolGroup
 from . import process_identity
@@ -51,12 +51,12 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
 class IndexMetadata:
     """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database.
 
-    ahead: by how much this process's numbers of deletions are larger than the store's, because it has used another store before.
+    generation_offset: added to the store's numbers of deletions, in a process that has used another store before.
     """
 
     def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
-        self.ahead = 0
+        self.generation_offset = 0
         self.database = Database(folder, SCHEMA, VERSION, path, unshared=unshared)
         try:
             if self.database.read(totals) is None:
@@ -70,27 +70,27 @@ class IndexMetadata:
 
     # -- deletions -------------------------------------------------------------------------------------------------
 
-    def record_deletion(self, done: Deletion) -> None:
+    def record_deletion(self, deletion: Deletion) -> None:
         """Number a deletion, before its pages go: writers know of it from now on."""
         if self.folder.writable:
-            self.folder.tell_generation(self.database.write(lambda connection: _record(connection, done)))
+            self.folder.write_generation(self.database.write(lambda connection: _record(connection, deletion)))
 
     def deletions(self, since: int) -> list[Deletion]:
-        """Those after a generation, in order."""
+        """The deletions after a generation, in order; one of everything where they are not all known any more."""
         return self.database.read(lambda connection: self.deletions_in(connection, since))
 
     def deletions_in(self, connection: sqlite3.Connection, since: int) -> list[Deletion]:
         """The same in a transaction."""
         sql = f"SELECT {DELETION}, generation FROM deletions WHERE generation > ? ORDER BY generation"
-        found = [_deletion(record) for record in connection.execute(sql, (since - self.ahead,))]
+        found = [_deletion(record) for record in connection.execute(sql, (since - self.generation_offset,))]
         newest = found[-1].generation if found else _generation(connection)
-        if len(found) != newest - since + self.ahead:  # not all are known any more: of everything
+        if len(found) != newest - since + self.generation_offset:  # not all are known any more: of everything
             found = [Deletion(generation=_generation(connection))]
-        return [replace(one, generation=one.generation + self.ahead) for one in found]
+        return [replace(one, generation=one.generation + self.generation_offset) for one in found]
 
     def generation(self) -> int:
         """The number of the last one."""
-        return self.database.read(_generation) + self.ahead
+        return self.database.read(_generation) + self.generation_offset
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class IndexMetadata:
 
         def put(connection: sqlite3.Connection) -> None:
             gone = self.deletions_in(connection, since) if since is not None else ()
-            if any(one.covers(about[0], group.created) or one.names(*about[:2]) or one.about(group.scope) for one in gone):
+            if any(deletion.covers_group(group) for deletion in gone):
                 return
             last = group.merge(next(iter(self._groups(connection, *about)), None))
             sealed = guard(self.folder, last.to_json().encode(), named("group", *about))

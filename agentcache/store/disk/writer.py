@@ -21,8 +21,8 @@ from ...errors import FAULTS, StoreBusyError, StoreFullError
 from ...kv import PAGE_TOKENS, Page
 from ...openmp import use_one_thread
 from ..deletion import Deletion
+from ..deletion_log import DeletionLog
 from ..entry import Entry
-from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope
 from ..policy import WriteBudget
 
@@ -87,7 +87,7 @@ class Writer:
     """
 
     def __init__(
-        self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool], deletions: Deletions
+        self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool], deletions: DeletionLog
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.quiet = threading.Event()
@@ -183,7 +183,7 @@ class Writer:
     def drop(self, deletion: Deletion) -> None:
         """Forget pages that were deleted on purpose. One that is being written now is refused by the index."""
         with self._changed:
-            for known in [p for p in self._pending.values() if deletion.reaches(p.entry)]:
+            for known in [p for p in self._pending.values() if deletion.covers_lineage(p.entry)]:
                 del self._pending[known.name]
             self._changed.notify_all()
 

@@ -261,7 +261,7 @@ class PrefixTree:
         self._log.discard(entry.key)
         self.changes += 1
 
-    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[Key]:
+    def retract(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[Key]:
         """Take back what a failed request admitted: tokens of `ids` after the first `since`, where they lie in its own `pages`.
 
         Returns the keys of what is gone.
@@ -301,7 +301,7 @@ class PrefixTree:
         """
         with self.lock:
             pages, size = len(self), self.bytes + self.eviction.host_bytes
-            for entry in [entry for entry in self.eviction if deletion.takes(entry)]:
+            for entry in [entry for entry in self.eviction if deletion.covers_page(entry)]:
                 kept = self.pins.tokens(entry) if deletion.group is not None else 0
                 if entry.page is not None and kept < len(entry.ids):
                     self._shorten(entry, kept, Reason.DELETED)
