@@ -38,8 +38,7 @@ class Lifecycle:
         self.ended: Callable[[Running], str] | None = None  # called once for each request; returns a note for its receipt
 
     def renew(self, running: Running) -> AgentCacheError | None:
-        """Begin a request anew under the present weights: without reuse, if they change too often. Returns the error if part of the answer
-        is out already."""
+        """Begin a request anew under the present weights, without reuse if they change too often. Returns the error once tokens are out."""
         fingerprint, answered = self.runner.model.fingerprint, running.completion_tokens
         assert fingerprint is not None
         running.provenance.weights_hold = False
@@ -311,20 +310,18 @@ class Lifecycle:
             return True
         length = min(sequence.length, running.covered_tokens)
         if ranges is not None and ranges.scope is not None and ranges.admissible:  # what follows attached segments, in memory only
-            if not self._admit_pages(
-                running, ranges, ranges.scope, length - length % PAGE_TOKENS * whole_only, running.numerics, sequence.exact_until
-            ):
+            count = length - length % PAGE_TOKENS * whole_only
+            if not self._admit_pages(running, ranges, ranges.scope, count, running.numerics, sequence.exact_until):
                 return False
         count = min(length, sequence.exact_until) if scope.precision == "exact" else length
         count -= count % PAGE_TOKENS * whole_only
-        if sequence.state is not None:  # later tokens cannot be attached, and decoded ones have other bits than a prompt's
-            count = min(count, sequence.checkpointed)
+        count = min(count, sequence.checkpointed)  # later tokens cannot be attached, and decoded ones have other bits than a prompt's
         return self._admit_pages(running, running, scope, count, frozenset(running.provenance.numerics))
 
     def _admit_pages(
         self, running: Running, owner: Running | AttachedRanges, scope: Scope, count: int, numerics: frozenset[str], start: int = 0
     ) -> bool:
-        """Admit the first `count` tokens, if `owner` has admitted fewer and the weights hold. False: those from `start` on are not finite."""
+        """Admit the first `count` tokens, if `owner` has admitted fewer and the weights hold. False: those after `start` are not finite."""
         start = max(start, owner.admitted_tokens)
         assert isinstance(running.sequence, Sequence)
         if count <= start:
