@@ -351,7 +351,7 @@ class Engine(ProcessOwned, Documents):
             self._groups.abandon(running, layout)
             raise
         if self._approximate is not None:
-            self._approximate.note(layout, held.scope, received)
+            self._approximate.index_text(layout, held.scope, received)
         return held
 
     def release(self, name: str, *, namespace: str = "default") -> bool:

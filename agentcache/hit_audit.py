@@ -51,8 +51,8 @@ class HitAudit:
         """Tell whether an idle moment could be used."""
         return bool(self._waiting)
 
-    def consider(self, running: Running) -> None:
-        """Perhaps choose this request, which has just been attached to pages from disk."""
+    def sample(self, running: Running) -> None:
+        """Queue one in `check_one_in` requests that have just been attached to pages from disk."""
         disk, receipt, spec, scope = self.store.disk, running.receipt, self.runner.model.spec, running.scope
         if disk is None or spec is None or not receipt.disk_tokens or scope is None or scope.precision != "exact":
             return

@@ -245,7 +245,7 @@ class Scheduler:
                 self._live.append(request)
                 self.lifecycle.start(request)
                 if self.hit_audit is not None:
-                    self.hit_audit.consider(request)
+                    self.hit_audit.sample(request)
             except FAULTS as error:
                 self._fail(request, as_failure(error, len(request.ids)))
                 continue

@@ -22,7 +22,7 @@ from .disk.index import Row
 from .entry import Entry, Match, PageQuery
 from .keys import Scope, chain
 from .memory.prefix_tree import PrefixTree
-from .policy import HUNG_MS, give_up, too_slow
+from .policy import HUNG_MS, give_up, slow_load_ms
 
 LOOK_S = 0.05  # how often an awaited prefix is looked for
 AWAIT = 1.5  # an awaited process may take so many times as long as we would
@@ -157,7 +157,7 @@ class PagePrefetch:
             self.state = State.DONE
             return
         compute_ms = self._compute_ms(found, known)
-        if load_ms := too_slow(found.bytes, compute_ms, self._disk.read_rate):
+        if load_ms := slow_load_ms(found.bytes, compute_ms, self._disk.read_rate):
             self._refuse_slow(f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms", found)
             self.state = State.DONE
             return

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibrations import place
+from agentcache.approximate.calibrations import path_of
 from agentcache.calibration import Calibration
 from agentcache.errors import CalibrationError
 from agentcache.types import StoreOptions
@@ -141,9 +141,9 @@ def test_calibrations_of_a_folder_are_found_by_pair(tmp_path: Path) -> None:
     with adapted(tmp_path, store=StoreOptions(tmp_path / "store", refuse_slow=False)) as running:
         for lender in ("router", None):
             known = pair(running, "judge", lender)
-            known.save(place(tmp_path / "store", known.fingerprint, known.lent))
+            known.save(path_of(tmp_path / "store", known.fingerprint, known.lent))
         own = replace(known, lent="", steps=((16, LAYERS),))
-        own.save(place(tmp_path / "store", own.fingerprint))
+        own.save(path_of(tmp_path / "store", own.fingerprint))
         answer(running, FIRST, "router")
         for lender, asked in (("router", FIRST), ("judge", OTHER)):
             _, receipt = answer(running, asked, "judge", "approximate")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibrations import place
+from agentcache.approximate.calibrations import path_of
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
@@ -295,7 +295,7 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
     with Engine(model, tokenizer, store=str(tmp_path)) as running:
         assert running.fingerprint is not None
         first = running.fingerprint.whole
-        calibration(fingerprint=first, tau=0.7).save(place(tmp_path, first))
+        calibration(fingerprint=first, tau=0.7).save(path_of(tmp_path, first))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 8
         assert running.approximate.text is not None
@@ -306,7 +306,7 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
         assert other != first
         with pytest.raises(CalibrationError, match="has no calibration"):
             running.generate(OTHER, sampling=GREEDY, reuse="approximate")
-        calibration(fingerprint=other, steps=((40, LAYERS),), least=64, tau=0.6).save(place(tmp_path, other))
+        calibration(fingerprint=other, steps=((40, LAYERS),), least=64, tau=0.6).save(path_of(tmp_path, other))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 40
         own = calibration(fingerprint=other, tau=0.5)

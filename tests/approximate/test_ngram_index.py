@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.approximate.ngram_index import GRAM, Run, beside, grams, repeats, stored_repeats
+from agentcache.approximate.ngram_index import GRAM, Run, grams, merge_runs, repeats, stored_repeats
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
@@ -127,7 +127,7 @@ def test_runs_beside_better_ones_never_overlap_them(one: list[tuple[int, int]], 
         return out
 
     better, others = runs(one), runs(other)
-    found = beside(better, others, 0, 1000, 5)
+    found = merge_runs(better, others, 0, 1000, 5)
     assert all(a.stop <= b.start for a, b in zip(found, found[1:], strict=False))
     assert all(run in found for run in better)
     covered = {at for run in found for at in range(run.start, run.stop)}

@@ -31,7 +31,7 @@ from agentcache.store.disk.leases import Leases
 from agentcache.store.entry import PageQuery
 from agentcache.store.keys import Scope, as_ids, chain
 from agentcache.store.page_prefetch import PagePrefetch, State
-from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, too_slow
+from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, slow_load_ms
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests import models
@@ -55,13 +55,13 @@ LONG = chat(long_text(260))
     ],
 )
 def test_too_slow(load: int, compute_ms: float, rate: float, refused: bool) -> None:
-    assert bool(too_slow(load, compute_ms, Rate(rate))) is refused
+    assert bool(slow_load_ms(load, compute_ms, Rate(rate))) is refused
 
 
 def test_a_rate_that_forbids_is_tried_again_some_day() -> None:
     old = Rate(1.0, time.monotonic() - RETRY_S - 1)
-    assert not too_slow(1000, 1, old)
-    assert too_slow(1000, 1, Rate(1.0))
+    assert not slow_load_ms(1000, 1, old)
+    assert slow_load_ms(1000, 1, Rate(1.0))
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_one_slow_computation_does_not_revive_a_disk(clock: list[float]) -> None:
     rate = Rate()
     rate.forbid(100 * MB, 1000)
-    assert too_slow(100 * MB, 1200, rate)
-    assert not too_slow(100 * MB, 1300, rate)
+    assert slow_load_ms(100 * MB, 1200, rate)
+    assert not slow_load_ms(100 * MB, 1300, rate)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_abandoned_disk_is_tried_again_ever_later(clock: list[float]) -> None
         rate.forbid(100 * MB, 1000)
         assert rate.value == 10 * MB, "no load has shown that"
         began = clock[0]
-        while too_slow(100 * MB, 1000, rate):
+        while slow_load_ms(100 * MB, 1000, rate):
             rate.at = clock[0]
             clock[0] += LOOK_S / 2
         waits.append(clock[0] - began)
