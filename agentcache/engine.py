@@ -22,7 +22,7 @@ from .errors import ConfigError
 from .layout import Renderer, Volatile, in_transformers_form
 from .matching import fingerprint_of
 from .model.loading import Loading
-from .model.opening import open_model
+from .model.open_model import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
 from .process_owned import ProcessOwned, elsewhere
 from .receipt import Account

@@ -68,7 +68,7 @@ class HitAudit:
             assert isinstance(running.sequence, Sequence)
             own, acting = running.sequence.cuts, (running.sequence.adapter, running.sequence.acts_from)
             marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
-            sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own, marks=marks)
+            sequence = Sequence(spec, state=self.runner.model.new_state(), cuts=own, marks=marks)
             sequence.adapter, sequence.acts_from = acting
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 

@@ -84,7 +84,7 @@ class Lifecycle:
             return running.plan
         assert model.spec is not None and model.numerics is not None
         cuts = below = None
-        running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
+        running.sequence = sequence = Sequence(model.spec, state=model.new_state(), adapter=asked.adapter, acts_from=asked.acts_from)
         if asked.diagnose and model.experts:
             from .model.routes import Routes
 

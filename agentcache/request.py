@@ -52,9 +52,9 @@ def check_callbacks(callbacks: Callbacks) -> Callbacks:
         if name not in Callbacks.__annotations__:
             way = f"pass sampling=Sampling({name}={value!r:.50})"
             if name not in Sampling.__dataclass_fields__:
-                from .foreign_settings import meant
+                from .foreign_settings import did_you_mean
 
-                way = f"docs/configure.md has all{meant([name], [*Sampling.__dataclass_fields__, *Callbacks.__annotations__])}"
+                way = f"docs/configure.md has all{did_you_mean([name], [*Sampling.__dataclass_fields__, *Callbacks.__annotations__])}"
             raise TypeError(f"{name}={value!r:.200}: a request has no such option; {way}")
     return callbacks
 

@@ -24,7 +24,7 @@ def _without_reuse(runner: Runner, running: Running) -> Routes | None:
     taken, model = running.sequence, runner.model
     if not isinstance(taken, Sequence) or taken.routes is None or running.scope is None:
         return None
-    sequence = Sequence(taken.spec, state=model.begin(), cuts=taken.cuts, adapter=taken.adapter, acts_from=taken.acts_from)
+    sequence = Sequence(taken.spec, state=model.new_state(), cuts=taken.cuts, adapter=taken.adapter, acts_from=taken.acts_from)
     sequence.routes = routes = Routes(model.experts)
     ids = running.ids.all[: taken.length]
     try:

@@ -301,7 +301,7 @@ class Sessions:
                 self._unpin(self._held.pop(key))
         if disk := self._store.disk:
             now = time.time()
-            disk.writer.insist(lambda: disk.index.drop_group(namespace, SESSION + name, until=now))
+            disk.writer.run_until_done(lambda: disk.index.drop_group(namespace, SESSION + name, until=now))
         for one in gone.values():
             self._retire(one, (*one.page_keys, *one.superseded))
 
@@ -378,7 +378,7 @@ class Sessions:
                     disk.forget(list(session_rows.retire(disk.index, keys, group.fingerprint)), group.fingerprint)
                     disk.index.database.empty_log()
 
-                disk.writer.insist(forget)
+                disk.writer.run_until_done(forget)
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

@@ -222,7 +222,7 @@ class ToolGroups:
                 for one in gone:
                     store.tree.remove(one)
                 if disk := store.disk:  # pinning has written them anew
-                    disk.writer.insist(lambda: disk.forget(keys, scope.fingerprint))
+                    disk.writer.run_until_done(lambda: disk.forget(keys, scope.fingerprint))
             request.pinned_pages = 0
         raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 

@@ -201,7 +201,7 @@ def rounds(engine: Engine, repeats: int, context: int = 1536) -> list[dict[str, 
     regime = engine.model.regime(len(ids)) or ""
 
     def filled(length: int) -> Sequence:
-        sequence = Sequence(spec, state=engine.model.begin())
+        sequence = Sequence(spec, state=engine.model.new_state())
         while sequence.length < length:
             run([Work(sequence, ids[sequence.length : min(length, sequence.length + 512)], regime)])
         return sequence

@@ -33,7 +33,7 @@ def answering(weights: str, adapter: Adapter | None) -> str:
 
 
 def lenders(weights: str, adapter: Adapter | None, adapters: Mapping[str, Adapter]) -> Sequence[str]:
-    """Fingerprints of the other adapters' and the base's pages over the same weights, from which an adapter's requests may take segments."""
+    """Fingerprints of the other pages over the same weights, from which requests of an adapter may take segments."""
     kept = dict.fromkeys(fingerprint_of(weights, other) for other in (None, *adapters.values()))
     return [known for known in kept if known != fingerprint_of(weights, adapter)]
 

@@ -66,7 +66,7 @@ def resident(engine: Engine, namespace: str, ids: Seq[int]) -> Sequence:
     assert engine.model.spec is not None
     scope = scope_of(engine, namespace, len(ids))
     found = engine.store.match(scope, as_ids(ids))
-    sequence = Sequence(engine.model.spec, state=engine.model.begin())
+    sequence = Sequence(engine.model.spec, state=engine.model.new_state())
     tokens = found.tokens if sequence.state is None else last_checkpoint(found.pages, found.tokens)
     sequence.attach(list(found.pages), tokens)
     return sequence

@@ -215,7 +215,7 @@ class Fingerprint:
 
     def _base(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
-        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.everywhere(self._names)]
+        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.global_settings(self._names)]
         parts += [transformers.__version__, torch.__version__, *self._kernels]
         return "\0".join([*parts, *self._built])
 

@@ -115,7 +115,7 @@ class StateToken:
         told = [_Rest(vars(base), _LOADING) if _LOADING & vars(base).keys() else vars(base) for base in bases]
         self._code = _Copies([*told, *map(vars, behaviour.namespaces(self._kinds)), vars(torch.nn.functional)])
         self._names = Names()
-        self._words = behaviour.own_words(self.modules, self._names, written)
+        self._words = behaviour.user_classes(self.modules, self._names, written)
         self._switches = behaviour.switches()
         self._config = self._configured()
         self._sampled = [(tensor, sample) for tensor in self._placed if (sample := _sample(tensor)) is not None]
@@ -189,7 +189,7 @@ class StateToken:
             or self.code_changed()
             or list(map(type, self.modules)) != self._kinds
             or self._configured() != self._config
-            or behaviour.own_words(self.modules, self._names, self._written) != self._words
+            or behaviour.user_classes(self.modules, self._names, self._written) != self._words
         )
 
     def code_changed(self) -> bool:

@@ -306,13 +306,13 @@ class Store:
         """Take back one pin of that name, in each tier that has one: memory lets go of learnt documents before."""
         self.tree.release_pin(name)
         if disk := self.disk:
-            disk.writer.insist(lambda: disk.release_pin(name))
+            disk.writer.run_until_done(lambda: disk.release_pin(name))
 
     def record(self, group: ToolGroup) -> None:
         """Remember a tool group by name, once its pages are written."""
         if disk := self.disk:
             since = self.deletions.generation
-            disk.writer.insist(lambda: disk.index.put_group(group, since))
+            disk.writer.run_until_done(lambda: disk.index.put_group(group, since))
 
     def recorded(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The tool group of that name, of this or an earlier process; None if there is none on disk."""

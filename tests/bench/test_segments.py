@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from agentcache import Engine
 from agentcache.approximate.calibrate import search, shifts
 from agentcache.approximate.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
+from agentcache.approximate.calibrations import path_of
 from agentcache.bench.quality_cases import made_up
 from agentcache.calibration import Calibration
 from agentcache.cli.app import app

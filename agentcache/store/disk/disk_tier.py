@@ -80,7 +80,7 @@ class DiskTier:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
             self.deletions.generation = self.index.generation()
             self._known_rate = replace(self.read_rate)  # as the next process knows it
-            self.leases = Leases(self.index, self.process, lambda job: self.writer.insist(job))
+            self.leases = Leases(self.index, self.process, lambda job: self.writer.run_until_done(job))
             made = WriteBudget(options.write_bytes_per_hour), self.index.touch, self.leases.awaited, self.deletions
             self.writer = Writer(self._save, *made)
         except BaseException:  # no more threads, perhaps
@@ -302,7 +302,7 @@ class DiskTier:
         try:
             self.forget(keys, scope.fingerprint, scope.precision)
         except StoreError:
-            self.writer.insist(lambda: self.forget(keys, scope.fingerprint, scope.precision))
+            self.writer.run_until_done(lambda: self.forget(keys, scope.fingerprint, scope.precision))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
         """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.

@@ -160,17 +160,17 @@ class Writer:
                 self._jobs.append((next(self._numbers), job))
                 self._changed.notify_all()
 
-    def insist(self, job: Callable[[], object]) -> None:
-        """Run `job` as `after` does, and again as long as the disk is full, or other processes are busy with it."""
+    def run_until_done(self, job: Callable[[], object]) -> None:
+        """Run `job` as `after` does, and again as long as the disk is full, or other processes keep the index busy."""
 
-        def tried() -> None:
+        def attempt() -> None:
             try:
                 job()
             except (StoreBusyError, StoreFullError):
-                self.after(tried)
+                self.after(attempt)
                 raise
 
-        self.after(tried)
+        self.after(attempt)
 
     def discard(self, keys: frozenset[bytes]) -> None:
         """Forget pages that turned out to be wrong; one that is being written now is on disk once this returns."""
