@@ -37,13 +37,13 @@ class _Check:
 class HitAudit:
     """Hits waiting to be checked. All calls on the device's thread.
 
-    run, checked, wrong: checks that came to an end, tokens compared so far, and pages found wrong.
+    checks: how many came to an end. checked_tokens: compared so far. wrong_pages: found by them.
     """
 
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner = runner
         self.store = store
-        self.run = self.checked = self.wrong = 0
+        self.checks = self.checked_tokens = self.wrong_pages = 0
         self._waiting: deque[_Check] = deque()
 
     @property
@@ -73,7 +73,7 @@ class HitAudit:
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 
     def step(self) -> None:
-        """Compute a little of the oldest check; compare each page once it is computed."""
+        """Compute a few tokens of the oldest check; compare each page once it is computed."""
         if not self._waiting:
             return
         check = self._waiting[0]
@@ -100,19 +100,19 @@ class HitAudit:
             return
         done = start + count
         if done % PAGE_TOKENS == 0 or done == len(check.ids):
-            self.checked += done - page * PAGE_TOKENS
+            self.checked_tokens += done - page * PAGE_TOKENS
             close = 0.0 if check.bitwise else CLOSE
             if not alike(check.sequence.pages[page], check.pages[page], done - page * PAGE_TOKENS, close):
                 self._wrong(check, done, page) if self._holds(check) else self._drop()
                 return
         if done == len(check.ids):
-            self.run += 1
+            self.checks += 1
             self._count(checked=1)
             self._drop()
 
     def counts(self) -> dict[str, dict[str, float]]:
         """Checks of hits that were run, tokens compared, and pages found wrong."""
-        return {"audits": {"run": self.run, "failed": self.wrong, "tokens": self.checked}}
+        return {"audits": {"run": self.checks, "failed": self.wrong_pages, "tokens": self.checked_tokens}}
 
     def _holds(self, check: _Check) -> bool:
         """Tell whether the weights are still those of the hit: else the pages are right and the comparison is not."""
@@ -134,8 +134,8 @@ class HitAudit:
             why += f"; it could not be quarantined: {error}"
         with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves all requests
             warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
-        self.run += 1
-        self.wrong += 1
+        self.checks += 1
+        self.wrong_pages += 1
 
     def _count(self, **counts: int) -> None:
         if disk := self.store.disk:

@@ -16,7 +16,7 @@ from .kv_spec import finite
 from .matching import Matching
 from .model.sampling import logprob_of
 from .plan import Attach, Plan, make
-from .receipt import Sealed
+from .receipt import AttachedPart
 from .request import Ended, Provenance, Running
 from .runner import Drafts, Outcome, Runner, StockSequence
 from .store.keys import Scope
@@ -65,8 +65,8 @@ class Lifecycle:
         self.runner.follow_threads()
         plan = self._attach(running)
         assert running.sequence is not None
-        approximate = running.ranges is not None and running.ranges.admitted_tokens > 0  # such pages never come from disk
-        account.record_attached(plan.refusals, 0 if approximate else plan.cached_tokens, running.sequence.copied_tokens)
+        after_ranges = running.ranges is not None and running.ranges.admitted_tokens > 0  # its pages never came from disk
+        account.record_attached(plan.refusals, 0 if after_ranges else plan.cached_tokens, running.sequence.copied_tokens)
 
     def _attach(self, running: Running) -> Plan:
         """Give the request a new sequence that starts from the longest cached prefix of all its ids; returns its plan."""
@@ -120,18 +120,18 @@ class Lifecycle:
             sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
         if model.adapters and not (ranges and ranges.scope):  # else it may hold parts of several
-            running.account.record_sealed(self._sealed(running))
+            running.account.record_attached_parts(self._attached_parts(running))
         if ranges is not None:
             ranges.attach()
         self._record_grade(running)
         return plan
 
-    def _sealed(self, running: Running) -> Iterator[Sealed]:
+    def _attached_parts(self, running: Running) -> Iterator[AttachedPart]:
         """The attached parts of a prompt, each with the adapter that computed it."""
         start, known = 0, self.runner.model.adapters
         for one in running.attached:
             stop, digest = min(one.tokens, len(running.ids) - 1), one.entries[0].scope.adapter
-            yield Sealed(start, stop, digest, known[digest].name if digest in known else "", one.layers)
+            yield AttachedPart(start, stop, digest, known[digest].name if digest in known else "", one.layers)
             start = stop
 
     def _record_grade(self, running: Running) -> None:
@@ -344,10 +344,10 @@ class Lifecycle:
 
     def _retract(self, running: Running) -> None:
         """Take back the pages that the request admitted: later requests must not find them."""
-        sequence, approximate = running.sequence, running.ranges.scope if running.ranges else None
+        sequence, ranges_scope = running.sequence, running.ranges.scope if running.ranges else None
         if isinstance(sequence, Sequence) and running.plan:
             since = running.plan.prefix_tokens
-            for scope in filter(None, (approximate, running.scope)):
+            for scope in filter(None, (ranges_scope, running.scope)):
                 self.store.retract(scope, running.ids.array(), since, sequence.pages[since // PAGE_TOKENS :])
 
     def _quarantine_suspects(self, running: Running) -> None:

@@ -66,7 +66,7 @@ class ToolGroups:
             return self._sessions
 
     def lapse(self, to_pin: int = 0) -> None:
-        """End timed pins and sessions whose time is over. to_pin: tokens of a tool group, for which sessions give way."""
+        """End timed pins and sessions whose time is over. to_pin: tokens of a tool group, which unpins sessions that leave it no room."""
         self.timed.lapse()
         if self._sessions is not None:
             self._sessions.lapse(to_pin)
@@ -153,7 +153,7 @@ class ToolGroups:
         return group
 
     def leave_to_disk(self, group: ToolGroup) -> None:
-        """Write a group and leave it to the disk: pinned there, in memory the first that is evicted.
+        """Write a group, then unpin it in memory, where it is evicted first; on disk it stays pinned.
 
         So a corpus larger than memory takes no page of the agents beside it, but for those of the few packs that are not written yet.
         StoreFullError: it is released, unwritten.
@@ -172,7 +172,7 @@ class ToolGroups:
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """Alone among threads and processes, from a look at `packs` until `renew`."""
+        """A lock among threads and processes, from reading `packs` until `renew`."""
         disk = self._store.disk
         if disk is not None:
             disk.folder.check_same()
@@ -180,7 +180,7 @@ class ToolGroups:
             yield
 
     def renew(self, group: ToolGroup) -> None:
-        """Record a group again, whose manifest names other texts now; not one that was forgotten meanwhile."""
+        """Record a group whose manifest names other texts now, unless it was forgotten meanwhile."""
         disk, about = self._store.disk, (group.namespace, group.name)
         with self._store.deletions.lock:
             if held := about in self._held:
@@ -192,7 +192,7 @@ class ToolGroups:
                 self._store.record(group)
 
     def packs(self) -> list[ToolGroup]:
-        """Those that hold documents, of this and other processes, all of whose pages are there."""
+        """The tool groups that hold documents, of this and other processes, with all their pages."""
         disk, found = self._store.disk, {(one.namespace, one.name): one for one in self.all if one.sources}
         if disk is None:
             return list(found.values())
@@ -203,7 +203,7 @@ class ToolGroups:
         return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
 
     def abandon(self, request: Running, layout: Layout) -> None:
-        """The caller's callback failed, or the request did: nothing stays pinned."""
+        """Cancel a request whose callback or forward failed, and unpin its pages."""
         request.events.cancel()
         while request.sequence is not None and not isinstance(request.events.get(), (Done, AgentCacheError)):
             pass
@@ -292,7 +292,7 @@ class TimedPins:
             return made
 
     def _claim(self, key: Key, lease: EngineLease | None, ttl_s: float, made: ToolGroup | None = None) -> ToolGroup | None:
-        """Want this group, which is pinned already or was just made, for so long; None if it is not pinned."""
+        """Extend a lease's pin of a group that is pinned, or was just `made`; returns the group, None if it is not pinned."""
         with self._lock:
             held = self._held.get(key)
             if made is not None:
@@ -306,7 +306,7 @@ class TimedPins:
             return held.group
 
     def lapse(self) -> None:
-        """Unpin what no lease wants any more, or whose time is over."""
+        """Unpin tool groups that no lease wants any more, or whose time is over."""
         if not self._held or self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
             return
         now = time.monotonic()
@@ -320,7 +320,7 @@ class TimedPins:
                         self._groups.release(*key)
 
     def drop(self, lease: EngineLease) -> None:
-        """Unpin what only this lease wants pinned."""
+        """Unpin tool groups that only this lease wants pinned."""
         if self._process != os.getpid():
             return
         with self._lock:

@@ -64,7 +64,7 @@ def test_a_conversation_handed_over_takes_the_other_s_pages(asked: Any, tmp_path
         assert receipt.computed_tokens == receipt.prompt_tokens - segment.whole_tokens < 64
         assert Reason.APPROXIMATE in {refusal.reason for refusal in receipt.refusals}
         _, again = answer(running, asked, "judge", pair(running, "judge", "router"))
-        assert (again.computed_tokens, again.sealed) == (1, ()), "no one adapter computed all of it"
+        assert (again.computed_tokens, again.attached_parts) == (1, ()), "no one adapter computed all of it"
         found, after = answer(running, asked, "judge")
         assert same(found, exact)
         assert after.cached_tokens == segment.start + segment.halo_tokens, "exact requests take none of it"

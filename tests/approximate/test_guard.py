@@ -62,9 +62,9 @@ def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Pat
         running.generate([{"role": "user", "content": f"Read. {text}"}], sampling=GREEDY)
         receipt = running.generate(asked, sampling=GREEDY).receipt
         assert 512 < receipt.disk_tokens < receipt.cached_tokens < 1024, "prefix and segment would fit into the prefix's pages"
-        assert wait_until(lambda: running.scheduler.hit_audit.checked and not running.scheduler.hit_audit.pending)
+        assert wait_until(lambda: running.scheduler.hit_audit.checked_tokens and not running.scheduler.hit_audit.pending)
         audit = running.scheduler.hit_audit
-        assert (audit.checked, audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
+        assert (audit.checked_tokens, audit.wrong_pages) == (receipt.cached_tokens - receipt.segment_tokens, 0)
 
 
 def test_an_answered_request_waits_for_no_collection_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:

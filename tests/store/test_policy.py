@@ -466,7 +466,7 @@ def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -
     """Ask, and wait until the check that follows has found something."""
     running.generate(TURNS, sampling=decode(4))
     between()
-    assert wait_until(lambda: running.scheduler.hit_audit.wrong == 1 and not running.scheduler.hit_audit.pending)
+    assert wait_until(lambda: running.scheduler.hit_audit.wrong_pages == 1 and not running.scheduler.hit_audit.pending)
 
 
 def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path) -> None:
@@ -486,8 +486,8 @@ def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path)
         assert disk.index.counters()["audit_wrong"] == 1
     with engine(model=small, store=checked(tmp_path / "store")) as second:
         assert second.generate(TURNS, sampling=decode(4)).ids == ids
-        assert wait_until(lambda: second.scheduler.hit_audit.checked > 1024 and not second.scheduler.hit_audit.pending)
-        assert second.scheduler.hit_audit.wrong == 0
+        assert wait_until(lambda: second.scheduler.hit_audit.checked_tokens > 1024 and not second.scheduler.hit_audit.pending)
+        assert second.scheduler.hit_audit.wrong_pages == 0
 
 
 def test_a_wrong_page_dropped_by_memory_is_quarantined(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,8 +520,8 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
     written(small, tmp_path / "store")
     with engine(model=small, store=checked(tmp_path / "store")) as running:
         running.generate(TURNS, sampling=decode(4))
-        assert wait_until(lambda: running.scheduler.hit_audit.checked > 1024 and not running.scheduler.hit_audit.pending)
-        assert running.scheduler.hit_audit.wrong == 0
+        assert wait_until(lambda: running.scheduler.hit_audit.checked_tokens > 1024 and not running.scheduler.hit_audit.pending)
+        assert running.scheduler.hit_audit.wrong_pages == 0
         assert running.flush()
         assert running.store.disk.index.counters()["audit_checked"] == 1
         running.store.clear()
@@ -532,10 +532,10 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
         numerics = HFModel.numerics.fget(running.model)  # type: ignore[attr-defined]
         changed = type(numerics)(**{**{n: getattr(numerics, n) for n in numerics.__slots__}, "digest": "other"})
         monkeypatch.setattr(HFModel, "numerics", property(lambda self: changed))
-        before = running.scheduler.hit_audit.checked
+        before = running.scheduler.hit_audit.checked_tokens
         hold.set()
         assert wait_until(lambda: not running.scheduler.hit_audit.pending)
-        assert running.scheduler.hit_audit.checked == before, "other kernels than at the hit: nothing can be said"
+        assert running.scheduler.hit_audit.checked_tokens == before, "other kernels than at the hit: nothing can be said"
 
 
 def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +565,7 @@ def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Pat
         assert started_at == [0, 2]
         assert wait_until(lambda: not running.scheduler.hit_audit.pending)
         assert len(steps) > 8, "it goes on afterwards"
-        assert running.scheduler.hit_audit.checked > 1024
+        assert running.scheduler.hit_audit.checked_tokens > 1024
 
 
 def test_by_chance_one_in_n() -> None:
