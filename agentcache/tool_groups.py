@@ -161,7 +161,7 @@ class ToolGroups:
         disk, about = self._store.disk, (group.namespace, group.name)
         if disk is None or about not in self._held:  # forgotten since it was computed
             return
-        if not self._store.flush() and not disk.index.whole(group.page_keys, group.fingerprint):
+        if not self._store.flush() and not disk.index.has_pages(group.page_keys, group.fingerprint):
             self._store.apply_deletions()
             if not self.release(*about):  # another process has deleted it
                 return
@@ -200,7 +200,7 @@ class ToolGroups:
         for one in disk.index.groups():
             if one.sources and one.scope.weights == whole:  # another process may have released texts of one that is held here
                 found[one.namespace, one.name] = replace(found.get((one.namespace, one.name), one), sources=one.sources)
-        return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
+        return [one for one in found.values() if disk.index.has_pages(one.page_keys, one.fingerprint)]
 
     def abandon(self, request: Running, layout: Layout) -> None:
         """Cancel a request whose callback or forward failed, and unpin its pages."""

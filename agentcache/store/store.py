@@ -77,9 +77,9 @@ class Store:
         tier = DiskTier(options, self.deletions, instead=instead)
         try:
             if tier.folder.writable and tier.index.unfinished():
-                from .admin.prune import finish
+                from .admin.prune import finish_deletions
 
-                finish(tier.folder, tier.index)
+                finish_deletions(tier.folder, tier.index)
         except BaseException:
             tier.close()
             raise
@@ -116,7 +116,7 @@ class Store:
             return found
 
     def probe(self, wanted: PageQuery) -> tuple[Match, int]:
-        """The longest cached prefix in memory, and how many tokens there are with what the disk adds to it. Neither is used by it."""
+        """The longest cached prefix in memory, and its tokens with those that the disk adds. Nothing counts as used."""
         with self.deletions.lock:
             known = self.tree.match(wanted.scope, wanted.ids, peek=True)
             try:
@@ -134,7 +134,7 @@ class Store:
         return list(found.values())
 
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
-        """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
+        """Begin to read a prompt's pages into memory; None without a disk or a memory budget. wake: see PagePrefetch."""
         with self.deletions.lock:
             if self.disk is None or not self.budget_bytes:
                 return None
@@ -331,7 +331,7 @@ class Store:
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
     def learn(self, namespace: str, key: Key, ids: Seq[int]) -> None:
-        """Write down the ids as which the model wrote the message that ends the history `key`."""
+        """Write down the ids that the model generated for the message that ends the history `key`."""
         if disk := self.disk:
             disk.learn(namespace, key, ids)
 
@@ -340,8 +340,8 @@ class Store:
         return disk.generated(namespace, key) if (disk := self.disk) else ()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Write everything that waits; what is pinned and was pruned meanwhile, once more. False: it took too long, or something that is
-        pinned, or was to be written, is not whole on disk, or there is no such folder any more.
+        """Write all waiting pages, and pinned ones that were pruned meanwhile once more. False: it took too long, a pinned or waiting page is
+        not on disk, or the folder is gone.
         """
         if (disk := self.disk) is None:
             return not self._lost

@@ -19,7 +19,7 @@ import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason, private
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError, StoreBusyError, StoreWarning
-from agentcache.store.admin.prune import finish, prune
+from agentcache.store.admin.prune import finish_deletions, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.database import Database
 from agentcache.store.disk.folder import Folder
@@ -279,7 +279,7 @@ def test_a_killed_deletion_is_finished_by_the_next_opening(
         folder = Folder.open(tmp_path)
         with Index(folder) as index:
             assert index.unfinished()
-            finish(folder, index)
+            finish_deletions(folder, index)
             assert index.unfinished() == list(index.rows()) == []
         assert list(folder.blobs.glob("*/*.safetensors")) == []
         told = as_ids(ids[:8]).tobytes()

@@ -139,7 +139,7 @@ class DiskTier:
         return Reason.DELETED if gone else Reason.EVICTED
 
     def quarantine(self, keys: Sequence[bytes], weights: str, why: str) -> None:
-        """Never serve these pages of any adapter over these weights again, nor what continues them; `agentcache verify` shows them."""
+        """Never serve these pages again, nor pages that continue them, of any adapter over these weights; `agentcache verify` shows them."""
         found, seen = (row for key in keys for row in self.index.rows(key=key)), set[int]()
         left = [row for row in found if Scope(row.namespace, row.fingerprint).weights == weights]
         while left:
@@ -161,9 +161,9 @@ class DiskTier:
         return self._compute[fingerprint]
 
     def cost(self, fingerprint: str, measured_ms: float) -> float:
-        """Milliseconds to compute a token, by which reading is judged; 0 where that is unknown or slow disks are not refused.
+        """Milliseconds to compute a token, by which reading is judged; 0 if unknown, or if slow disks are not refused.
 
-        measured_ms: by this process, 0 if it has not; where no process had, it is written down, even if this one is killed.
+        measured_ms: by this process, 0 if it has not. The first measurement of any process is written down at once.
         """
         if measured_ms:
             if not self.compute_ms(fingerprint):
@@ -172,7 +172,7 @@ class DiskTier:
         return self.compute_ms(fingerprint) if self.options.refuse_slow else 0.0
 
     def remember_rates(self, fingerprint: str, ms_per_token: float) -> None:
-        """Leave the measurements to the next process."""
+        """Write the measured rates into the index, for the next process."""
         if ms_per_token:
             self.index.set_meta(f"compute/{process_identity.machine()}/{fingerprint}", repr(ms_per_token))
         if self.read_rate != self._known_rate:
@@ -182,12 +182,12 @@ class DiskTier:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def offer(self, path: list[Entry]) -> None:
-        """Write what is not on disk of a path, and count the rest as used: exact pages, and what continues turns of fewer bits."""
+        """Write the pages of a path that are not on disk, and count the others as used: of exact scopes, and of `options.turns`."""
         if path and path[-1].scope.precision in ("exact", self.options.turns):
             self.writer.offer(path)
 
     def _save(self, pending: PendingWrite) -> tuple[int, str]:
-        """Blob first, row last. Returns the row's id, 0 if there is none, and in a word what became of the page."""
+        """Write a page, blob first, row last. Returns the row's id, 0 if there is none, and the outcome in a word."""
         entry, page, parent = pending.entry, pending.page, pending.entry.parent
         assert parent is not None
         if not self.folder.writable or page.changed:
@@ -291,7 +291,7 @@ class DiskTier:
         return False
 
     def forget(self, keys: Sequence[bytes], fingerprint: str, grade: Grade = "exact") -> None:
-        """Remove pages that should never have been admitted, in whatever precision; those of fewer bits only, if such a scope did."""
+        """Remove pages that should never have been admitted: in every precision, or in that of a lossy `grade` alone."""
         found = (row for key in keys for row in self.index.rows(key=key, fingerprint=fingerprint))
         wrong = [row.id for row in found if grade == "exact" or row.precision == grade]
         blob_files.remove(self.folder, self.index.remove(wrong, force=True))
@@ -340,7 +340,7 @@ class DiskTier:
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
     def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids as which the model wrote the message that ends the history `key`."""
+        """Keep the ids that the model generated for the message that ends the history `key`."""
         packed, since, made = as_ids(ids).tobytes(), self.deletions.generation, time.time()
         self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)], since, made), vital=False)
 

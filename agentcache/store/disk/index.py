@@ -150,7 +150,7 @@ class Index(IndexMetadata):
             sql = f"SELECT {COLUMNS} FROM pages WHERE id IN ({', '.join('?' * len(some))}) ORDER BY id"
             yield from self._sound(self._all(sql, *some))
 
-    def whole(self, keys: Sequence[str], fingerprint: str) -> bool:
+    def has_pages(self, keys: Sequence[str], fingerprint: str) -> bool:
         """Tell whether all these pages (keys in hexadecimal) are there, and not quarantined."""
         sql = "SELECT 1 FROM pages WHERE page_key = ? AND fingerprint = ? AND bad IS NULL"
         asked = [(bytes.fromhex(key), fingerprint) for key in keys]

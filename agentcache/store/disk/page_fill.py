@@ -91,7 +91,7 @@ class Filling:
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
                 blob.check(layer, self.mapped, done)
             else:
-                blob.come(layer, scratch(PIECE), done)
+                blob.read_into_cache(layer, scratch(PIECE), done)
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
             if self.stays:
                 return
