@@ -24,7 +24,7 @@ from .matching import fingerprint_of
 from .model.loading import Loading
 from .model.open_model import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
-from .process_owned import ProcessOwned, elsewhere
+from .process_owned import ProcessOwned, off_store_threads
 from .receipt import Account
 from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, check_callbacks, fitted
 from .runner import Runner
@@ -122,7 +122,7 @@ class Engine(ProcessOwned, Documents):
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else disk)
             self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
             # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-            self._end = weakref.finalize(self, elsewhere(_end), os.getpid(), self.scheduler)
+            self._end = weakref.finalize(self, off_store_threads(_end), os.getpid(), self.scheduler)
         except BaseException:
             self.model.close()
             raise

@@ -68,7 +68,7 @@ class Sequence:
         start = at = self.length
         for page, slot, count in stored_slots(pages, 0, start, stop):
             if count == PAGE_TOKENS:
-                self.pages.append(Page.over(self.spec, page, layers, self))
+                self.pages.append(Page.on_layers_of(self.spec, page, layers, self))
             else:
                 self.reserve_to(at + count)
                 some = slice(slot, slot + count)
@@ -128,7 +128,7 @@ class Sequence:
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] of one layer at positions from `start` on."""
         for page, slot, count, offset in self.slots(start, start + keys.shape[0]):
-            assert layer >= page.shared
+            assert layer >= page.shared_layers
             page.layer_keys[layer][:, :, slot : slot + count] = keys[offset : offset + count].permute(1, 2, 0)
             page.layer_values[layer][:, slot : slot + count] = values[offset : offset + count].transpose(0, 1)
 

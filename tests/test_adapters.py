@@ -189,7 +189,7 @@ def test_layers_below_an_adapter_are_the_base_s(tmp_path: Path) -> None:
             assert answer(running, prompt, name)[1].computed_tokens == 1, "a switch back is a hit"
         assert same(base, answer(running, prompt, None)[0]), "pages of the base are as they were"
         pages = {id(e.page): e.page for e in running.store.tree.entries()}.values()
-        assert sorted({page.shared for page in pages}) == [0, 1, 2], "memory of sealed pages is shared layer by layer"
+        assert sorted({page.shared_layers for page in pages}) == [0, 1, 2], "memory of sealed pages is shared layer by layer"
         assert running.store.bytes == sum(page.bytes for page in pages)
 
 

@@ -340,8 +340,8 @@ class Store:
         return disk.generated(namespace, key) if (disk := self.disk) else ()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Write all waiting pages, and pinned ones that were pruned meanwhile once more. False: it took too long, a pinned or waiting page is
-        not on disk, or the folder is gone.
+        """Write all waiting pages, and pinned ones that were pruned meanwhile once more. False: it took too long, a pinned or waiting page
+        is not on disk, or the folder is gone.
         """
         if (disk := self.disk) is None:
             return not self._lost

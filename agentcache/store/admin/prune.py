@@ -64,9 +64,9 @@ def prune(
 ) -> Pruned:  # fmt: skip
     """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
 
-    older_than: seconds since it was made; with a group, since its deletion began, which `finish_deletions` ends. group: its pages and what continues
-    them, but for what other groups share; or the digest of an adapter, whose pages and groups go. max_bytes: in the order in which the
-    store makes room. force: also what running processes have pinned. Leftovers of dead processes go in any case.
+    older_than: seconds since a page was made; with a group, since the deletion began that `finish_deletions` resumes. group: its pages and
+    those that continue them, except those that other groups share; or the digest of an adapter, whose pages and groups go. max_bytes: in
+    the order of eviction. force: also pages that running processes have pinned. Leftovers of dead processes go in any case.
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")

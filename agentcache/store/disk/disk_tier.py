@@ -139,7 +139,7 @@ class DiskTier:
         return Reason.DELETED if gone else Reason.EVICTED
 
     def quarantine(self, keys: Sequence[bytes], weights: str, why: str) -> None:
-        """Never serve these pages again, nor pages that continue them, of any adapter over these weights; `agentcache verify` shows them."""
+        """Never serve these pages again, nor pages that continue them, of any adapter over these weights."""
         found, seen = (row for key in keys for row in self.index.rows(key=key)), set[int]()
         left = [row for row in found if Scope(row.namespace, row.fingerprint).weights == weights]
         while left:

@@ -151,7 +151,7 @@ class Filling:
         assert self.blob is not None and self.mapped is not None and self.file is not None
         plan, spec = self.blob.plan, self.page.spec
         count = PAGE_TOKENS * spec.token_bytes // spec.dtype.itemsize
-        self.page.lie_in(torch.frombuffer(self.mapped, dtype=spec.dtype, count=count, offset=plan.at(0)), self.file)
+        self.page.use_mapped(torch.frombuffer(self.mapped, dtype=spec.dtype, count=count, offset=plan.at(0)), self.file)
 
 
 class Reading:
