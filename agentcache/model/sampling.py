@@ -63,7 +63,7 @@ class Sampler:
         self._steps = LogitsProcessorList(steps)
 
     def gap(self, logits: torch.Tensor, ids: list[int]) -> float:
-        """By how much the choice is ahead of the next best, in nats; infinite where chance decides."""
+        """Nats by which the greedy choice is ahead of the next best; infinite where chance decides."""
         if not self._greedy or len(logits) < 2:
             return math.inf
         first, second = self._processed(logits, ids).topk(2).values.tolist()
@@ -80,7 +80,7 @@ class Sampler:
         return int(torch.multinomial(torch.softmax(logits, -1), 1, generator=self._generator))
 
     def _known(self, ids: list[int], device: torch.device) -> torch.Tensor:
-        """The ids that a penalty looks at, each once: what it does to one it does not do twice. [1, count]"""
+        """The ids [1, count] that a penalty looks at, each once: it penalises a repeated id no more."""
         if not self._penalised:
             return torch.empty(1, 0, dtype=torch.long, device=device)
         self._seen.update(ids[self._looked :])
@@ -150,7 +150,7 @@ class TextStream:
         return str(text)
 
     def _fresh(self) -> str:
-        """What the last ids add, decoded after a few before them: some decoders drop a space at the very start."""
+        """The text that the last ids add. They are decoded with a few ids before them: some decoders drop a space at the very start."""
         before, whole = self._decode(self._from, self._read), self._decode(self._from, len(self._ids))
         if whole.endswith(UNFINISHED) or len(whole) <= len(before):
             return ""

@@ -220,11 +220,11 @@ class IndexMetadata:
         return unguard(self.folder, found[0][0], named("splice", namespace, key)) if found else None
 
     def drop_splices(self, namespace: str | None = None, before: float | None = None) -> int:
-        """Forget those of a namespace (None: of all), made before that time (None: at any time); returns how many."""
+        """Forget generated ids of a namespace (None: of all), made before that time (None: at any time); returns how many."""
         return self._drop("splices", namespace, before)
 
     def drop_named_splices(self, namespace: str, names: Iterable[str]) -> int:
-        """Forget those of these names, in hexadecimal; returns how many."""
+        """Forget the generated ids of these names, in hexadecimal; returns how many."""
         wanted = [(namespace, bytes.fromhex(name)) for name in names]
         sql = "DELETE FROM splices WHERE namespace = ? AND key = ?"
         return self._write(lambda connection: connection.executemany(sql, wanted).rowcount, 0) if wanted else 0
@@ -272,7 +272,7 @@ class IndexMetadata:
         self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, guard(self.folder, value.encode(), named("meta", key))))
 
     def unfinished(self) -> list[tuple[str, str]]:
-        """Key and value of what processes that have ended were deleting."""
+        """Keys and values of deletions whose processes ended amid them."""
         sql = f"SELECT key FROM meta WHERE key >= '{DELETING}/' AND key < '{DELETING}0'"
         dead = [key for (key,) in self._all(sql) if not process_identity.alive(key.split("/")[-1], 0.0)]
         return [(key, self.get_meta(key) or "") for key in dead]
@@ -325,7 +325,7 @@ class IndexMetadata:
         return {**self._snapshot(count), "counters": self.counters()}
 
     def recount(self) -> None:
-        """Mend totals that are not what there is: who makes room believes them, and would evict all pages for too large ones."""
+        """Correct wrong totals: making room trusts them, and would evict all pages for too large ones."""
 
         def wrong(connection: sqlite3.Connection) -> tuple[int, ...] | None:
             known, right = totals(connection), counted(connection)
@@ -389,7 +389,7 @@ def _deletion(record: tuple[Any, ...]) -> Deletion:
 
 
 def where(before: float | None = None, **wanted: object) -> tuple[str, list[object]]:
-    """The condition that columns have these values, and were created before that time, as far as they are given; and its values."""
+    """SQL's WHERE clause for rows with these columns, created before that time (None: any), and its values."""
     given = {f"{name} = ?": value for name, value in wanted.items()} | {"created < ?": before}
     given = {term: value for term, value in given.items() if value is not None}
     return f" WHERE {' AND '.join(('1', *given))}", list(given.values())
