@@ -339,7 +339,7 @@ def test_a_kill_costs_the_passages_that_were_cut(tmp_path: Path, learnt: int, pa
 
 
 def test_a_pack_names_its_texts_from_its_first_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToolGroups, "settle", lambda self, group: None)  # as where its process was killed before
+    monkeypatch.setattr(ToolGroups, "leave_to_disk", lambda self, group: None)  # as where its process was killed before
     with engine(store=tmp_path) as running:
         running.learn(TEXTS, pack_tokens=300)
         assert running.flush()
@@ -349,13 +349,13 @@ def test_a_pack_names_its_texts_from_its_first_record(tmp_path: Path, monkeypatc
 
 
 def test_texts_forgotten_while_they_are_learnt_leave_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = ToolGroups.settle
+    settle = ToolGroups.leave_to_disk
 
     def forgotten(self: ToolGroups, group: ToolGroup) -> None:
         running.forget(namespace="default")
         settle(self, group)
 
-    monkeypatch.setattr(ToolGroups, "settle", forgotten)
+    monkeypatch.setattr(ToolGroups, "leave_to_disk", forgotten)
     with engine(store=tmp_path) as running:
         assert running.learn({"a": TEXTS["text-1"]}).documents == ()
         assert running.flush()

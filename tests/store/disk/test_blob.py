@@ -413,9 +413,18 @@ def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatc
         os.close(fd)
     short = blob_io.write(folder, unstored_row(tokens=100), original)
     read: list[str] = []
-    monkeypatch.setattr(blob.Blob, "come", lambda self, *rest, come=blob.Blob.come: (read.append("come"), come(self, *rest))[1])
+    monkeypatch.setattr(
+        blob.Blob,
+        "read_into_cache",
+        lambda self, *rest, inner=blob.Blob.read_into_cache: (read.append("read_into_cache"), inner(self, *rest))[1],
+    )
     monkeypatch.setattr(blob.Blob, "check", lambda self, *rest, check=blob.Blob.check: (read.append("check"), check(self, *rest))[1])
-    cases: list[tuple[bool, bool, list[str]]] = [(False, True, []), (False, False, []), (True, False, ["come"]), (True, True, ["check"])]
+    cases: list[tuple[bool, bool, list[str]]] = [
+        (False, True, []),
+        (False, False, []),
+        (True, False, ["read_into_cache"]),
+        (True, True, ["check"]),
+    ]
     for local, cached, which in cases:
         monkeypatch.setattr(blob_files, "local", lambda path, local=local: local)
         monkeypatch.setattr(blob_files, "in_memory", lambda fd, size, cached=cached: cached)
