@@ -413,16 +413,13 @@ def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatc
         os.close(fd)
     short = blob_io.write(folder, unstored_row(tokens=100), original)
     read: list[str] = []
-    monkeypatch.setattr(
-        blob.Blob,
-        "read_into_cache",
-        lambda self, *rest, inner=blob.Blob.read_into_cache: (read.append("read_into_cache"), inner(self, *rest))[1],
-    )
-    monkeypatch.setattr(blob.Blob, "check", lambda self, *rest, check=blob.Blob.check: (read.append("check"), check(self, *rest))[1])
+    for way in (into_cache := "read_into_cache", "check"):
+        inner = getattr(blob.Blob, way)
+        monkeypatch.setattr(blob.Blob, way, lambda self, *rest, way=way, inner=inner: (read.append(way), inner(self, *rest))[1])
     cases: list[tuple[bool, bool, list[str]]] = [
         (False, True, []),
         (False, False, []),
-        (True, False, ["read_into_cache"]),
+        (True, False, [into_cache]),
         (True, True, ["check"]),
     ]
     for local, cached, which in cases:
