@@ -31,7 +31,7 @@ BATCH = 64  # rows removed, and blobs unlinked, in one transaction: others wait 
 
 @dataclass(slots=True)
 class Pruned:
-    """What was deleted, or would be in a dry run. kept: pages that stay, since running processes have pinned them or pages that continue
+    """Counts of deletions, or of a dry run. kept: pages that stay, since running processes have pinned them or pages that continue
     them. orphans: files that dead processes had left, and `orphan_bytes` in them.
     """
 
