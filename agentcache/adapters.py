@@ -1,4 +1,4 @@
-"""The adapters of one engine, by name. A name is looked up once, when a request comes; from there on the adapter is what it computes."""
+"""The adapters of one engine, by name. A name is looked up once, when a request comes: its request keeps the adapter found then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBE = [Message("user", "?")]  # shows what the template writes before an answe
 
 
 class Adapters:
-    """Names of adapters; safe to use from many threads. render: messages into a prompt. store: lets go of those that are removed."""
+    """Names of adapters; safe to use from many threads. render: messages into a prompt. store: drops pages of removed adapters."""
 
     def __init__(self, model: HFModel, tokenizer: Any, render: Callable[..., Layout], store: Store) -> None:
         self._model, self._tokenizer, self._render, self._store = model, tokenizer, render, store
@@ -61,7 +61,7 @@ class Adapters:
             loaded.name = name
             loaded = model.adapters.setdefault(loaded.digest, loaded)
             self._named[name] = loaded
-            self._settle(before)
+            self._drop_unnamed(before)
         return loaded.digest
 
     def remove(self, name: str) -> bool:
@@ -69,7 +69,7 @@ class Adapters:
         check_name("name", name)
         with self._lock:
             gone = self._named.pop(name, None)
-            self._settle(gone)
+            self._drop_unnamed(gone)
         return gone is not None
 
     def find(self, name: str) -> Adapter:
@@ -110,11 +110,11 @@ class Adapters:
             shown = self._tokenizer.decode(list(layout.ids)[-16:])
             raise ConfigError(f"adapter {name!r}: the chat template writes no invocation {said!r} before an answer: {shown!r}") from error
 
-    def _settle(self, gone: Adapter | None) -> None:
-        """Forget an adapter that no name stands for, keep the inputs of layers that the others start with."""
+    def _drop_unnamed(self, gone: Adapter | None) -> None:
+        """Forget an adapter without a name, and have new pages keep the inputs of the others' first layers."""
         if gone is not None and gone not in self._named.values():
             self._model.adapters.pop(gone.digest, None)
             with self._store.deletions.lock:
-                self._store.let_go(Deletion(fingerprint=f"+{gone.digest}"))
+                self._store.drop_deleted(Deletion(fingerprint=f"+{gone.digest}"))
         firsts = {known.first_layer for known in self._named.values() if not known.invocation} - {0}
         self._model.keep_boundaries(tuple(sorted(firsts)), "adapters")

@@ -33,7 +33,7 @@ PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
 class Calibration:
     """The conditions under which segments of one model are attached, and their repair."""
 
-    fingerprint: str  # of the weights, and behind "+" the digest of the adapter that answers
+    fingerprint: str  # of the weights, and after "+" the digest of the adapter that answers
     layers: int  # of the model
     steps: tuple[tuple[int, int], ...]  # (distance, layer), both ascending, up to `layers`
     least: int  # tokens of the shortest run that is attached
@@ -62,7 +62,7 @@ class Calibration:
         if self.steps[0][1] < 1:
             refuse("steps", "above layer 0: what is taken nowhere is no segment")
         if self.least <= self.steps[-1][0]:
-            refuse("least", f"more than the distance {self.steps[-1][0]!r} behind which tokens are taken whole")
+            refuse("least", f"more than the distance {self.steps[-1][0]!r} after which tokens are taken whole")
         for name in ("kl", "share", "probe", "margin", "top1", "tau"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:

@@ -19,13 +19,13 @@ SMALL_BYTES = 256 << 10  # below it, the allocator's own memory serves
 
 
 class CopyMemory:
-    """Counts copies, and lets the pool hold maps for as many. Its steps are idle work of engines. From any thread."""
+    """Counts copies, and commits as many maps for the pool in idle moments of engines. From any thread."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """With nothing: at the start, and in a forked child, where the lock may be held by a thread that is not there."""
+        """Start empty: at first, and in a forked child, where a thread of the parent may hold the lock."""
         self._lock = threading.Lock()
         self._made: Counter[int] = Counter()  # copies since the device was last idle, by their bytes
         self._ready = False

@@ -74,7 +74,7 @@ class Counters:
                 self._all.update(counts)
                 self._own.put(receipt.namespace, "", (self._own.get(receipt.namespace, "") or Counter()) + counts)
 
-    def told(self, namespace: str | None) -> Stats:
+    def stats(self, namespace: str | None) -> Stats:
         """All counts, or those of one namespace."""
         self.add()
         with self._lock:
@@ -92,7 +92,7 @@ class AnswerCounts(Counters):
     def __init__(self) -> None:
         super().__init__(deque())
 
-    def hear(self, account: Mapping[str, Any]) -> None:
+    def count(self, account: Mapping[str, Any]) -> None:
         """Count one answer: its receipt as plain values."""
         refusals = [SimpleNamespace(reason=one["reason"]) for one in account.get("refusals", ())]
         told: Any = SimpleNamespace(**{**dict.fromkeys(COUNTED, 0), "namespace": "default", **account, "refusals": refusals})

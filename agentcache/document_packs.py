@@ -131,37 +131,37 @@ def packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         yield pack
 
 
-def ahead(budget_bytes: int, spec: KVSpec | None, tokens: int) -> int:
+def packs_ahead(budget_bytes: int, spec: KVSpec | None, tokens: int) -> int:
     """Number of packs of so many tokens that may be computed before an earlier one is written: all are pinned in memory."""
     pages = tokens // PAGE_TOKENS + 2  # with what stands before them
     return min(2, budget_bytes // (4 * pages * spec.page_bytes)) if spec else 0
 
 
 @contextmanager
-def behind(settle: Callable[[ToolGroup], None], told: Callable[[int], None], most: int) -> Iterator[Callable[[ToolGroup], None]]:
-    """A function that settles a pack on a thread while its caller computes the next ones: at most so many.
+def in_background(write: Callable[[ToolGroup], None], tell: Callable[[int], None], most: int) -> Iterator[Callable[[ToolGroup], None]]:
+    """A function that has a thread write a pack while its caller computes the next ones, at most `most` of them.
 
-    told: called with the tokens of each pack that is settled.
+    tell: called with the tokens of each pack that is written.
     """
-    with ThreadPoolExecutor(1, "agentcache-learn") as writing:
+    with ThreadPoolExecutor(1, "agentcache-learn") as thread:
         begun: deque[tuple[Future[None], ToolGroup]] = deque()
 
-        def end(left: int) -> None:
+        def finish(left: int) -> None:
             while len(begun) > left:
                 written, pack = begun.popleft()
                 written.result()
-                told(sum(tokens for _, _, tokens in pack.sources))
+                tell(sum(tokens for _, _, tokens in pack.sources))
 
         def begin(pack: ToolGroup) -> None:
-            begun.append((writing.submit(settle, pack), pack))
-            end(most)
+            begun.append((thread.submit(write, pack), pack))
+            finish(most)
 
         yield begin
-        end(0)
+        finish(0)
 
 
-def teller(progress: Progress, total: int) -> Callable[[int], None]:
-    """Tells of more tokens that are done: the caller's own function of tokens done and to do, a bar, or nobody."""
+def progress_function(progress: Progress, total: int) -> Callable[[int], None]:
+    """A function that takes the tokens of one more pack and reports all so far: to the caller's own function, a bar, or to none."""
     done = 0
     if progress and not callable(progress):
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
@@ -236,26 +236,26 @@ def learn(
     scope = scope_of(engine, prompts.adapter)
     above += scope.encode()
     digests = {source: digest(above, text.encode("utf-8", "surrogatepass")) for source, text in given.items()}
-    held = {one.digest for one in documents(engine, name, namespace)}
-    new = {digest: source for source, digest in digests.items() if digest not in held}.values()  # one of those with the same text
+    known = {document.digest for document in documents(engine, name, namespace)}
+    new = {digest: source for source, digest in digests.items() if digest not in known}.values()  # one of those with the same text
     sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in new}
     for source, size in sizes.items():
         if size >= engine.model.context_tokens:
             raise ConfigError(f"texts[{source!r:.80}]: {size} tokens leave no room in {engine.model.context_tokens} of context: split it")
-    computed, told = 0, teller(progress, sum(sizes.values()))
-    most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
-    with behind(engine._groups.settle, told, most) as settle:
+    computed, tell = 0, progress_function(progress, sum(sizes.values()))
+    most = packs_ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
+    with in_background(engine._groups.leave_to_disk, tell, most) as write:
         for pack in packs(sizes, pack_tokens):
             shown = prompt[-1]["content"].replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
             number = digest(*(digests[source].encode() for source in pack))[:12]
             asked = [*prompt[:-1], {**prompt[-1], "content": shown}]
             sources = [(source, digests[source], sizes[source]) for source in pack]
             group = engine.pin(asked, prompts.tools, name=f"{name}/{number}", namespace=namespace, adapter=prompts.adapter, sources=sources)
-            settle(group)
+            write(group)
             computed += group.computed_tokens
     release(engine, name, namespace, lambda source, known: source in digests and known != digests[source], digests, scope)
     found = {(one.source, one.digest): one for one in documents(engine, name, namespace)}
-    return Learnt(tuple(found[one] for one in digests.items() if one in found), computed, sum(one in held for one in digests.values()))
+    return Learnt(tuple(found[one] for one in digests.items() if one in found), computed, sum(map(known.__contains__, digests.values())))
 
 
 def scope_of(engine: Owner, adapter: str | None) -> str:

@@ -22,9 +22,9 @@ from .errors import ConfigError
 from .layout import Renderer, Volatile, in_transformers_form
 from .matching import fingerprint_of
 from .model.loading import Loading
-from .model.opening import open_model
+from .model.open_model import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
-from .process_owned import ProcessOwned, elsewhere
+from .process_owned import ProcessOwned, off_store_threads
 from .receipt import Account
 from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, check_callbacks, fitted
 from .runner import Runner
@@ -122,7 +122,7 @@ class Engine(ProcessOwned, Documents):
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else disk)
             self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
             # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-            self._end = weakref.finalize(self, elsewhere(_end), os.getpid(), self.scheduler)
+            self._end = weakref.finalize(self, off_store_threads(_end), os.getpid(), self.scheduler)
         except BaseException:
             self.model.close()
             raise
@@ -171,7 +171,7 @@ class Engine(ProcessOwned, Documents):
         self.check_open()
         if self._policy is not None:
             self._policy.check_requests(namespace, adapter)
-        called, received = time.perf_counter(), self.store.heed()
+        called, received = time.perf_counter(), self.store.apply_deletions()
         chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(messages, tools, volatile=volatile, rendering=rendering, tools_order=tools_order,
             template_kwargs=template_kwargs, namespace=namespace, most_tokens=self.model.context_tokens,
@@ -254,7 +254,7 @@ class Engine(ProcessOwned, Documents):
         from .prefix_probe import probe
 
         self.check_open()
-        self.store.heed()
+        self.store.apply_deletions()
         chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(messages, tools, volatile=volatile, namespace=namespace, **rendered)
         acts_from = self._adapters.acts_from(chosen, layout) if chosen else 0
@@ -323,7 +323,7 @@ class Engine(ProcessOwned, Documents):
             weights = fingerprint_of(self.fingerprint.whole if self.fingerprint else "", chosen)
             pin = partial(self.pin, on_progress=on_progress, sources=sources)
             return self._groups.timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
-        called, received = time.perf_counter(), self.store.heed()
+        called, received = time.perf_counter(), self.store.apply_deletions()
         sticky = () if group is None else self._groups.tools(namespace, group, chosen)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, most_tokens=self.model.context_tokens, **shown)
         filled = layout
@@ -351,7 +351,7 @@ class Engine(ProcessOwned, Documents):
             self._groups.abandon(running, layout)
             raise
         if self._approximate is not None:
-            self._approximate.note(layout, held.scope, received)
+            self._approximate.index_text(layout, held.scope, received)
         return held
 
     def release(self, name: str, *, namespace: str = "default") -> bool:

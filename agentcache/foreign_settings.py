@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["DO_SAMPLE", "SAME", "device_of", "meant"]
+__all__ = ["DO_SAMPLE", "SAME", "device_of", "did_you_mean"]
 
 # Names with the same meaning here.
 SAME = {"max_new_tokens": "max_tokens", "num_predict": "max_tokens", "stop_sequences": "stop", "torch_dtype": "dtype"}
@@ -29,7 +29,7 @@ def device_of(place: Any) -> str | None:
     return None if one is None else str(one)
 
 
-def meant(names: Collection[str], known: Collection[str]) -> str:
-    """The end of what is said about settings that nobody knows: those that are spelled nearly so, if there are any."""
+def did_you_mean(names: Collection[str], known: Collection[str]) -> str:
+    """The end of an error about unknown settings: "; did you mean NAME?" with those of similar spelling, else ""."""
     near = [one for name in names for one in difflib.get_close_matches(name, known, 1, 0.8)]
     return f"; did you mean {', '.join(near)}?" if near else ""

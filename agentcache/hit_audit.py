@@ -37,13 +37,13 @@ class _Check:
 class HitAudit:
     """Hits waiting to be checked. All calls on the device's thread.
 
-    run, checked, wrong: checks that came to an end, tokens compared so far, and pages found wrong.
+    checks: how many came to an end. checked_tokens: compared so far. wrong_pages: found by them.
     """
 
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner = runner
         self.store = store
-        self.run = self.checked = self.wrong = 0
+        self.checks = self.checked_tokens = self.wrong_pages = 0
         self._waiting: deque[_Check] = deque()
 
     @property
@@ -51,8 +51,8 @@ class HitAudit:
         """Tell whether an idle moment could be used."""
         return bool(self._waiting)
 
-    def consider(self, running: Running) -> None:
-        """Perhaps choose this request, which has just been attached to pages from disk."""
+    def sample(self, running: Running) -> None:
+        """Queue one in `check_one_in` requests that have just been attached to pages from disk."""
         disk, receipt, spec, scope = self.store.disk, running.receipt, self.runner.model.spec, running.scope
         if disk is None or spec is None or not receipt.disk_tokens or scope is None or scope.precision != "exact":
             return
@@ -68,12 +68,12 @@ class HitAudit:
             assert isinstance(running.sequence, Sequence)
             own, acting = running.sequence.cuts, (running.sequence.adapter, running.sequence.acts_from)
             marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
-            sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own, marks=marks)
+            sequence = Sequence(spec, state=self.runner.model.new_state(), cuts=own, marks=marks)
             sequence.adapter, sequence.acts_from = acting
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 
     def step(self) -> None:
-        """Compute a little of the oldest check; compare each page once it is computed."""
+        """Compute a few tokens of the oldest check; compare each page once it is computed."""
         if not self._waiting:
             return
         check = self._waiting[0]
@@ -95,24 +95,24 @@ class HitAudit:
             [outcome] = self.runner.run([Work(check.sequence, ids, scope.regime, False, scope.weights)])
         except FAULTS:
             outcome = None
-        if outcome is None or outcome.error is not None or outcome.moved:
+        if outcome is None or outcome.error is not None or outcome.weights_changed:
             self._drop()  # no memory for it, or other weights: another hit will be checked
             return
         done = start + count
         if done % PAGE_TOKENS == 0 or done == len(check.ids):
-            self.checked += done - page * PAGE_TOKENS
+            self.checked_tokens += done - page * PAGE_TOKENS
             close = 0.0 if check.bitwise else CLOSE
             if not alike(check.sequence.pages[page], check.pages[page], done - page * PAGE_TOKENS, close):
                 self._wrong(check, done, page) if self._holds(check) else self._drop()
                 return
         if done == len(check.ids):
-            self.run += 1
+            self.checks += 1
             self._count(checked=1)
             self._drop()
 
     def counts(self) -> dict[str, dict[str, float]]:
         """Checks of hits that were run, tokens compared, and pages found wrong."""
-        return {"audits": {"run": self.run, "failed": self.wrong, "tokens": self.checked}}
+        return {"audits": {"run": self.checks, "failed": self.wrong_pages, "tokens": self.checked_tokens}}
 
     def _holds(self, check: _Check) -> bool:
         """Tell whether the weights are still those of the hit: else the pages are right and the comparison is not."""
@@ -134,8 +134,8 @@ class HitAudit:
             why += f"; it could not be quarantined: {error}"
         with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves all requests
             warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
-        self.run += 1
-        self.wrong += 1
+        self.checks += 1
+        self.wrong_pages += 1
 
     def _count(self, **counts: int) -> None:
         if disk := self.store.disk:

@@ -24,7 +24,7 @@ class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
-    copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
+    copied_tokens: slots that attaching copied from a shared page. ahead: ranges after `length`, in order. state: of recurrent
     layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. ended: where pieces ended.
     adapter: of the request, None for the base (model/adapters.py); it acts on tokens from position acts_from on.
     routes: through experts, where they are asked for (model/routes.py).
@@ -68,7 +68,7 @@ class Sequence:
         start = at = self.length
         for page, slot, count in stored_slots(pages, 0, start, stop):
             if count == PAGE_TOKENS:
-                self.pages.append(Page.over(self.spec, page, layers, self))
+                self.pages.append(Page.on_layers_of(self.spec, page, layers, self))
             else:
                 self.reserve_to(at + count)
                 some = slice(slot, slot + count)
@@ -128,7 +128,7 @@ class Sequence:
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] of one layer at positions from `start` on."""
         for page, slot, count, offset in self.slots(start, start + keys.shape[0]):
-            assert layer >= page.shared
+            assert layer >= page.shared_layers
             page.layer_keys[layer][:, :, slot : slot + count] = keys[offset : offset + count].permute(1, 2, 0)
             page.layer_values[layer][:, slot : slot + count] = values[offset : offset + count].transpose(0, 1)
 
@@ -141,7 +141,7 @@ class Sequence:
             kept[slot : slot + count] = states[offset : offset + count]
 
     def place(self, spans: list[Ahead]) -> None:
-        """Declare what was written ahead; it is stepped over as soon as everything before it is computed."""
+        """Declare tokens ahead, whose KV is written; they are stepped over as soon as everything before them is computed."""
         assert not self.ahead
         self.ahead.extend(spans)
         self._step_over()
@@ -181,7 +181,7 @@ class Sequence:
         return self.ahead[0] if self.ahead and self.ahead[0].held and self.ahead[0].start == self.length else None
 
     def resolve(self, spans: list[Ahead]) -> None:
-        """Put these in the place of what belongs to the junction's run, and go on."""
+        """Replace the junction's run ahead by these spans, and go on."""
         run = self.ahead[0].run
         self.ahead = [*spans, *(span for span in self.ahead if span.run != run)]
         self._step_over()
@@ -197,8 +197,8 @@ class Sequence:
             page.filled = slot + count
         self.length += tokens
 
-    def withdraw(self, tokens: int) -> None:
-        """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite.
+    def truncate(self, tokens: int) -> None:
+        """Cut the sequence down to `tokens`; zero all later slots in pages that it may write, so that masked slots stay finite.
 
         That includes slots after `length` which a failed forward may have written.
         """

@@ -1,6 +1,6 @@
 """The life of one request on the device: attached to cached pages, filled, decoded, admitted, ended. Knows no other request.
 
-Its pages go into the store if they are finite and the weights hold; those that turn out not to be are withdrawn or quarantined.
+Its pages go into the store if they are finite and the weights hold; those that turn out not to be are retracted or quarantined.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .kv_spec import finite
 from .matching import Matching
 from .model.sampling import logprob_of
 from .plan import Attach, Plan, make
-from .receipt import Sealed
+from .receipt import AttachedPart
 from .request import Ended, Provenance, Running
 from .runner import Drafts, Outcome, Runner, StockSequence
 from .store.keys import Scope
@@ -38,18 +38,18 @@ class Lifecycle:
         self.ended: Callable[[Running], str] | None = None  # called once for each request; returns a note for its receipt
 
     def renew(self, running: Running) -> AgentCacheError | None:
-        """Begin a request anew under the weights of now: without reuse, if they do not rest. The error instead, if some answer is out."""
-        known, answered = self.runner.model.fingerprint, running.completion_tokens
-        assert known is not None
-        running.provenance.holds = False  # whatever the sequence holds
+        """Begin a request anew under the present weights, without reuse if they change too often. Returns the error once tokens are out."""
+        fingerprint, answered = self.runner.model.fingerprint, running.completion_tokens
+        assert fingerprint is not None
+        running.provenance.weights_hold = False
         running.renewals += 1
         if answered:
             when = f"after {answered} tokens of the answer"
             return WeightsChangedError(f"weights, adapters or hooks changed {when}: ask again, and change them between requests")
         self._release(running)
-        running.provenance = Provenance(known.whole, running.provenance.made)
+        running.provenance = Provenance(fingerprint.whole, running.provenance.made)
         running.scope, running.plan, running.prefetch, running.ranges = None, None, None, None
-        running.looked, running.peeked, running.admitted_tokens = False, (-1, 0), 0
+        running.prefetch_asked, running.peeked, running.admitted_tokens = False, (-1, 0), 0
         running.account.reopen()
         running.account.record_note("weights, adapters or hooks changed while it waited or was filled: begun anew")
         return None
@@ -59,23 +59,23 @@ class Lifecycle:
     def start(self, running: Running) -> None:
         """Match, plan and attach; the account of the prompt is final afterwards, but for its times."""
         account = running.account
-        if (came := running.prefetch) is not None:
-            account.record_prefetch(came.ms, came.bytes, came.refusals, came.notes, came.tokens)
+        if (prefetch := running.prefetch) is not None:
+            account.record_prefetch(prefetch.ms, prefetch.bytes, prefetch.refusals, prefetch.notes, prefetch.tokens)
         account.record_start()
         self.runner.follow_threads()
         plan = self._attach(running)
         assert running.sequence is not None
-        near = running.ranges is not None and running.ranges.admitted_tokens > 0  # pages after attached ranges never come from disk
-        account.record_attached(plan.refusals, 0 if near else plan.cached_tokens, running.sequence.copied_tokens)
+        after_ranges = running.ranges is not None and running.ranges.admitted_tokens > 0  # its pages never came from disk
+        account.record_attached(plan.refusals, 0 if after_ranges else plan.cached_tokens, running.sequence.copied_tokens)
 
     def _attach(self, running: Running) -> Plan:
-        """Give the request a sequence, another one if it has one, that starts from the longest known prefix of all its ids."""
-        model, length, near = self.runner.model, len(running.ids), running.ranges
+        """Give the request a new sequence that starts from the longest cached prefix of all its ids; returns its plan."""
+        model, length, ranges = self.runner.model, len(running.ids), running.ranges
         if running.sequence is not None:
             running.sequence.close()
         running.scope, asked = self.matching.scope(running), running.asked
-        if near is not None:
-            near.detach()
+        if ranges is not None:
+            ranges.detach()
         if running.scope is None:
             running.plan = make(length, 0, *(unpaged := self.matching.unpaged(running)))
             weights = "" if unpaged[0] is Reason.FINGERPRINT else running.provenance.fingerprint
@@ -84,7 +84,7 @@ class Lifecycle:
             return running.plan
         assert model.spec is not None and model.numerics is not None
         cuts = below = None
-        running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
+        running.sequence = sequence = Sequence(model.spec, state=model.new_state(), adapter=asked.adapter, acts_from=asked.acts_from)
         if asked.diagnose and model.experts:
             from .model.routes import Routes
 
@@ -97,19 +97,19 @@ class Lifecycle:
             sequence.marks = frozenset(marks if asked.reuse != "off" else ())
         found = self.matching.match(running, cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)
-        if model.adapters and not computed_once and not (near and near.scope):
+        if model.adapters and not computed_once and not (ranges and ranges.scope):
             from .shared_layers import shared_layers
 
             below = shared_layers(model, self.store, running, found.tokens)
-        ranges = near.propose(found.tokens, below) if near is not None and not computed_once else ()
-        below = None if ranges else below
+        attached = ranges.propose(found.tokens, below) if ranges is not None and not computed_once else ()
+        below = None if attached else below
         running.attached = tuple(one for one in (found, below) if one is not None and one.tokens)
         running.provenance.attach(entry for one in running.attached for entry in one.entries)
         running.provenance.numerics = {model.numerics.digest}.union(*(one.numerics for one in running.attached))
         if below is not None:
-            ranges = (Attach(found.tokens, below.tokens, layers=below.layers, run=0),)
-        running.plan = plan = make(length, found.tokens, found.missed, found.detail, ranges)
-        running.admitted_tokens = 0 if near is not None and near.scope else found.tokens
+            attached = (Attach(found.tokens, below.tokens, layers=below.layers, run=0),)
+        running.plan = plan = make(length, found.tokens, found.missed, found.detail, attached)
+        running.admitted_tokens = 0 if ranges is not None and ranges.scope else found.tokens
         if found.tokens:
             sequence.attach(list(found.pages), found.tokens)
         if running.grade != "exact":
@@ -119,19 +119,19 @@ class Lifecycle:
             resumed = below.tokens - found.tokens, below.layers
             sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
-        if model.adapters and not (near and near.scope):  # else it may hold parts of several
-            running.account.record_sealed(self._sealed(running))
-        if near is not None:
-            near.attach()
+        if model.adapters and not (ranges and ranges.scope):  # else it may hold parts of several
+            running.account.record_attached_parts(self._attached_parts(running))
+        if ranges is not None:
+            ranges.attach()
         self._record_grade(running)
         return plan
 
-    def _sealed(self, running: Running) -> Iterator[Sealed]:
+    def _attached_parts(self, running: Running) -> Iterator[AttachedPart]:
         """The attached parts of a prompt, each with the adapter that computed it."""
         start, known = 0, self.runner.model.adapters
         for one in running.attached:
             stop, digest = min(one.tokens, len(running.ids) - 1), one.entries[0].scope.adapter
-            yield Sealed(start, stop, digest, known[digest].name if digest in known else "", one.layers)
+            yield AttachedPart(start, stop, digest, known[digest].name if digest in known else "", one.layers)
             start = stop
 
     def _record_grade(self, running: Running) -> None:
@@ -154,7 +154,7 @@ class Lifecycle:
     # -- filling and decoding --------------------------------------------------------------------------------------
 
     def deliver(self, running: Running, outcome: Outcome) -> Ended:
-        """Take the result of one round."""
+        """Take in the outcome of one round: admit pages, choose tokens. Returns how the request ends, None if it goes on."""
         if outcome.error is not None:
             return outcome.error
         self._record_forward(running, outcome)
@@ -165,8 +165,8 @@ class Lifecycle:
             if running.asked.on_progress:
                 running.events.put(Progress(running.sequence.length, running.asked.prompt_tokens))
             if not running.remaining:
-                if running.scope is not None and not self.current(running):  # before a token of an answer is out
-                    outcome.moved = True
+                if running.scope is not None and not self.weights_current(running):  # before a token of an answer is out
+                    outcome.weights_changed = True
                     return None
                 self._quarantine_suspects(running)
             if not self._admit(running, whole_only=running.remaining > 0):
@@ -179,22 +179,22 @@ class Lifecycle:
             if not running.remaining and isinstance(sequence, Sequence) and sequence.checkpointed < max(sequence.marks, default=0):
                 self._attach(running)  # in a page that it shares, others' checkpoints took the room of the one that is to be pinned
                 return None
-            outcome.moved = not running.remaining and not self._holds(running)
-            if running.remaining or outcome.moved:
+            outcome.weights_changed = not running.remaining and not self._check_weights(running)
+            if running.remaining or outcome.weights_changed:
                 return None
             running.filled = True
             running.account.record_filled()
             self._pin(running)
             return "stop"
         ended = self._choose(running, outcome.logits) if outcome.logits is not None else None
-        return self._take(running, outcome.drafts, ended) if outcome.drafts else ended
+        return self._accept_drafts(running, outcome.drafts, ended) if outcome.drafts else ended
 
-    def _take(self, running: Running, drafts: Drafts, ended: Ended) -> Ended:
-        """Choose further tokens, as long as each one is the drafted one."""
+    def _accept_drafts(self, running: Running, drafts: Drafts, ended: Ended) -> Ended:
+        """Choose further tokens, as long as each one is the drafted one. ended: after the first token; returns how the request ends."""
         sequence = running.sequence
         assert isinstance(sequence, Sequence)
         if not (sound := finite(drafts[1])):
-            sequence.withdraw(sequence.length)  # masked slots must stay finite
+            sequence.truncate(sequence.length)  # masked slots must stay finite
         for token, logits in zip(*drafts, strict=True):
             if not sound or ended is not None or running.ids.all[-1] != token:
                 break
@@ -204,7 +204,7 @@ class Lifecycle:
         return ended
 
     def _advance(self, running: Running) -> None:
-        """Look at the attached range that was reached, if one was; if that leaves nothing near, the account says so."""
+        """Check the attached range that was reached, if one was; the account learns of another grade."""
         if running.ranges is not None:
             before = running.grade
             running.ranges.advance()
@@ -213,19 +213,19 @@ class Lifecycle:
                 self._record_grade(running)
 
     def _record_forward(self, running: Running, outcome: Outcome) -> None:
-        known, running.provenance.looked = running.provenance.numerics, False
+        known, running.provenance.weights_checked = running.provenance.numerics, False
         if (numerics := self.runner.model.numerics) is not None and isinstance(running.sequence, Sequence):
             known.add(numerics.digest)
         running.account.record_forward(len(known) == 1, outcome.retried)
-        if outcome.moved and running.provenance.holds:
-            running.provenance.holds = False
+        if outcome.weights_changed and running.provenance.weights_hold:
+            running.provenance.weights_hold = False
             running.account.record_note("weights, adapters or hooks changed while it ran: the answer may be of both")
 
     def _choose(self, running: Running, logits: torch.Tensor) -> Ended:
         asked, decoding, guide = running.asked, running.decoding, running.decoding.guide
         masked = guide.mask(logits) if guide else logits
         if masked is not None and running.ranges is not None and (why := running.ranges.doubt(masked)):
-            self._compute(running, Reason.UNSURE, why)
+            self._compute_instead(running, Reason.UNSURE, why)
             return None
         if masked is None:
             return "stop"
@@ -236,7 +236,7 @@ class Lifecycle:
                 return "length"
             token = decoding.sampler(masked, running.ids.all)
         if guide and (wrong := guide.accept(token)):
-            return GenerationError(f"the constraint cannot be followed behind token {len(running.ids)}: {wrong}; simplify it")
+            return GenerationError(f"the constraint cannot be followed after token {len(running.ids)}: {wrong}; simplify it")
         if asked.on_logits is not None:
             asked.on_logits(logits)
         running.filled = True
@@ -253,8 +253,8 @@ class Lifecycle:
         self._cross_regime(running)
         return None
 
-    def _compute(self, running: Running, reason: Reason, why: str) -> None:
-        """Compute what stood after attached ranges: the request does without them."""
+    def _compute_instead(self, running: Running, reason: Reason, why: str) -> None:
+        """Attach the request anew without ranges: the tokens after its prefix are computed instead."""
         assert running.ranges is not None
         running.account.record_refusals([Refusal(reason, 0, len(running.ids), why)])
         running.ranges.detach(for_good=True)
@@ -267,68 +267,68 @@ class Lifecycle:
             return
         self._admit(running)
         again = self._attach(running).computed_tokens - 1
-        running.account.record_note(f"{again} tokens computed again behind {length - 1}: rotary frequencies change with the length")
+        running.account.record_note(f"{again} tokens computed again after {length - 1}: rotary frequencies change with the length")
 
     def _non_finite(self, running: Running, what: str) -> NonFiniteLogitsError | None:
-        """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite. What was attached may
-        be why: it is computed instead, once, unless some of the answer is out already."""
-        sequence, at, near = running.sequence, len(running.ids), running.ranges
+        """Retract the pages that the request admitted, and zero those it wrote since: masked slots must stay finite. Attached pages may be
+        the cause: their tokens are computed instead, once, unless part of the answer is out already."""
+        sequence, at, ranges = running.sequence, len(running.ids), running.ranges
         if isinstance(sequence, Sequence):
             at = sequence.length
-            self._withdraw(running)
-            sequence.withdraw(min(max(running.admitted_tokens, near.admitted_tokens if near else 0), sequence.length))
-        if near is not None and near.scope is not None and not running.completion_tokens:
-            self._compute(running, Reason.NON_FINITE, f"NaN or infinite {what} behind token {at}, computed behind moved text")
+            self._retract(running)
+            sequence.truncate(min(max(running.admitted_tokens, ranges.admitted_tokens if ranges else 0), sequence.length))
+        if ranges is not None and ranges.scope is not None and not running.completion_tokens:
+            self._compute_instead(running, Reason.NON_FINITE, f"NaN or infinite {what} after token {at}, computed after moved text")
             return None
         if running.attached and not running.suspects and not running.completion_tokens:
             running.suspects = running.attached
             running.account.record_recompute(self._attach(running).refusals)
             return None
-        return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
+        return NonFiniteLogitsError(f"NaN or infinite {what} after token {at}: nothing of this request was kept")
 
     # -- admitting -------------------------------------------------------------------------------------------------
 
-    def current(self, running: Running) -> bool:
-        """Tell whether the weights are those that the request was made for, if that matters to it. Looks once after each forward."""
-        known, origin = self.runner.model.fingerprint, running.provenance
-        if origin.looked or running.asked.reuse == "off" or running.restless or known is None:
+    def weights_current(self, running: Running) -> bool:
+        """Tell whether the weights are those that the request was made for, if that matters to it. Checks once after each forward."""
+        fingerprint, origin = self.runner.model.fingerprint, running.provenance
+        if origin.weights_checked or running.asked.reuse == "off" or running.weights_unstable or fingerprint is None:
             return True
-        origin.looked = known.sampled() == origin.fingerprint
-        return origin.looked
+        origin.weights_checked = fingerprint.sampled() == origin.fingerprint
+        return origin.weights_checked
 
-    def _holds(self, running: Running) -> bool:
-        """Tell whether the weights are still those of the request: before anything of it is admitted."""
-        if running.provenance.holds and not self.current(running):
-            running.provenance.holds = False
+    def _check_weights(self, running: Running) -> bool:
+        """Tell whether the weights are still those of the request, before its pages are admitted; the account notes a change."""
+        if running.provenance.weights_hold and not self.weights_current(running):
+            running.provenance.weights_hold = False
             running.account.record_note("weights, adapters or hooks changed while it ran: nothing more of it is kept")
-        return running.provenance.holds
+        return running.provenance.weights_hold
 
     def _admit(self, running: Running, whole_only: bool = False) -> bool:
         """Give the store what the sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
-        sequence, scope, near = running.sequence, running.scope, running.ranges
+        sequence, scope, ranges = running.sequence, running.scope, running.ranges
         if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects:
             return True
         length = min(sequence.length, running.covered_tokens)
-        if near is not None and near.scope is not None and near.admissible:  # what follows attached segments, in memory only
-            if not self._put(running, near, near.scope, length - length % PAGE_TOKENS * whole_only, running.numerics, sequence.exact_until):
+        if ranges is not None and ranges.scope is not None and ranges.admissible:  # what follows attached segments, in memory only
+            count = length - length % PAGE_TOKENS * whole_only
+            if not self._admit_pages(running, ranges, ranges.scope, count, running.numerics, sequence.exact_until):
                 return False
         count = min(length, sequence.exact_until) if scope.precision == "exact" else length
         count -= count % PAGE_TOKENS * whole_only
-        if sequence.state is not None:  # tokens after it can be attached by nobody, and decoded ones have other bits than a prompt's
-            count = min(count, sequence.checkpointed)
-        return self._put(running, running, scope, count, frozenset(running.provenance.numerics))
+        count = min(count, sequence.checkpointed)  # later tokens cannot be attached, and decoded ones have other bits than a prompt's
+        return self._admit_pages(running, running, scope, count, frozenset(running.provenance.numerics))
 
-    def _put(
-        self, running: Running, owner: Running | AttachedRanges, scope: Scope, count: int, numerics: frozenset[str], known: int = 0
+    def _admit_pages(
+        self, running: Running, owner: Running | AttachedRanges, scope: Scope, count: int, numerics: frozenset[str], start: int = 0
     ) -> bool:
-        """Admit the first `count` tokens, if `owner` has admitted fewer and the weights hold. False: they are not finite."""
-        known = max(known, owner.admitted_tokens)
+        """Admit the first `count` tokens, if `owner` has admitted fewer and the weights hold. False: those after `start` are not finite."""
+        start = max(start, owner.admitted_tokens)
         assert isinstance(running.sequence, Sequence)
-        if count <= known:
+        if count <= start:
             return True
-        if not running.sequence.finite(known, count):
+        if not running.sequence.finite(start, count):
             return False
-        if self._holds(running):
+        if self._check_weights(running):
             pages = running.sequence.pages[: -(-count // PAGE_TOKENS)]
             lasting = count if running.asked.fill_only else running.asked.layout.prefix_tokens  # its last checkpoint is to be pinned
             self.store.admit(scope, running.ids.array(count), pages, numerics, lasting, running.received)
@@ -339,16 +339,16 @@ class Lifecycle:
         """Pin the pages of a prompt that is only filled: before another admission could evict them."""
         if running.scope is not None and not running.events.cancelled:
             assert isinstance(running.sequence, Sequence)
-            known = running.sequence.checkpointed
-            running.pinned_pages = self.store.pin(running.scope, running.ids.array(known)) if known else 0
+            tokens = running.sequence.checkpointed
+            running.pinned_pages = self.store.pin(running.scope, running.ids.array(tokens)) if tokens else 0
 
-    def _withdraw(self, running: Running) -> None:
-        """Take back the pages that the request gave to others."""
-        sequence, near = running.sequence, running.ranges.scope if running.ranges else None
+    def _retract(self, running: Running) -> None:
+        """Take back the pages that the request admitted: later requests must not find them."""
+        sequence, ranges_scope = running.sequence, running.ranges.scope if running.ranges else None
         if isinstance(sequence, Sequence) and running.plan:
             since = running.plan.prefix_tokens
-            for scope in filter(None, (near, running.scope)):
-                self.store.forget(scope, running.ids.array(), since, sequence.pages[since // PAGE_TOKENS :])
+            for scope in filter(None, (ranges_scope, running.scope)):
+                self.store.retract(scope, running.ids.array(), since, sequence.pages[since // PAGE_TOKENS :])
 
     def _quarantine_suspects(self, running: Running) -> None:
         """The prompt is computed without its suspects: if it is finite now, one of them is wrong."""
@@ -367,7 +367,7 @@ class Lifecycle:
             running.ranges.answered()
         if tail := running.decoding.text.finish():
             running.events.put(Chunk(tail, ()))
-        self._leave(running, reason)
+        self._finish(running, reason)
         running.events.put(Done())
 
     def fail(self, running: Running, error: AgentCacheError, reason: FinishReason | None = None) -> None:
@@ -375,10 +375,10 @@ class Lifecycle:
         if running.sequence is not None and not isinstance(error, (NonFiniteLogitsError, EngineClosedError)):
             with suppress(*FAULTS):  # the error that is under way is the one to tell
                 self._admit(running)
-        self._leave(running, reason)
+        self._finish(running, reason)
         running.events.put(error)
 
-    def _leave(self, running: Running, reason: FinishReason | None) -> None:
+    def _finish(self, running: Running, reason: FinishReason | None) -> None:
         if running.asked.diagnose and reason is not None:
             from .route_check import check_routes
 
@@ -397,4 +397,4 @@ class Lifecycle:
             running.prefetch.close()
         if running.ranges is not None:
             running.ranges.close()
-            running.ranges = None  # it knows the request, and pages: neither is to wait for a collection of garbage
+            running.ranges = None  # a circle of references, with pages in it: these are freed now, not by garbage collection

@@ -1,7 +1,7 @@
 """Lookup of cached pages for a request: its scope, and the longest exact prefix. Computes nothing.
 
-scope of the base, and of what an Activated LoRA does not act on      fingerprint of the weights
-scope of any other adapter                                            the same + digest of the adapter
+fingerprint of pages of the base, and before an Activated LoRA acts      that of the weights
+fingerprint of pages of any other adapter                                the same + the adapter's digest
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def fingerprint_of(weights: str, adapter: Adapter | None) -> str:
-    """The fingerprint under which pages lie that an adapter computed over these weights."""
+    """The fingerprint of pages that an adapter (None: the base) computes over these weights."""
     return weights if adapter is None or adapter.invocation else f"{weights}+{adapter.digest}"
 
 
 def at_checkpoint(found: Match, cuts: tuple[int, ...] | None) -> Match:
-    """The part of a match up to the last checkpoint that serves a prompt of these pieces; all of it where none is needed."""
+    """A match shortened to its last checkpoint that serves a prompt cut at `cuts`; all of it for None: no layer needs checkpoints."""
     tokens = found.tokens if cuts is None else last_checkpoint(found.pages, found.tokens, cuts)
     if tokens == found.tokens:
         return found
@@ -44,18 +44,18 @@ class Matching:
         self.model, self.store = model, store
 
     def scope(self, running: Running) -> Scope | None:
-        """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""
+        """The scope in which a request of this length finds its pages; None if its state cannot be paged."""
         model = self.model
         regime = model.regime(len(running.ids))
         refused = model.fingerprint is not None and model.fingerprint.refusal
-        if regime is None or refused or running.restless:
+        if regime is None or refused or running.weights_unstable:
             return None
         return Scope(running.asked.namespace, fingerprint_of(running.provenance.fingerprint, running.asked.adapter), regime)
 
     def unpaged(self, running: Running) -> tuple[Reason, str]:
         """The reason why a sequence cannot be paged."""
         model = self.model
-        if running.restless:
+        if running.weights_unstable:
             return Reason.FINGERPRINT, f"weights, adapters or hooks changed {RENEWALS} times while it waited or was filled"
         if model.fingerprint is not None and model.fingerprint.refusal:
             return Reason.FINGERPRINT, model.fingerprint.refusal
@@ -72,7 +72,7 @@ class Matching:
             return Match(0, (), Reason.REUSE_OFF)
         if running.suspects:
             longest = max(one.tokens for one in running.suspects)
-            detail = f"NaN or infinity behind {longest} tokens that were attached: computed again without reuse"
+            detail = f"NaN or infinity after {longest} tokens that were attached: computed again without reuse"
             return Match(0, (), Reason.NON_FINITE, detail=detail)
         found = at_checkpoint(self.store.match(scope, running.covered_ids), cuts)
         if running.asked.reuse == "lossy" and (disk := self.store.disk):

@@ -40,22 +40,22 @@ class Page:
     spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
     layer_keys, layer_values: one view per layer. file: whose mapped memory that is, None if it is the page's own.
     boundaries: hidden states [512, hidden] by layer, where they were kept. checkpoints: by the number of slots before them.
-    shared: number of the lowest layers whose memory is that of `below`, a sealed page with the same tokens. wrong: its numbers are not
-    those that computing gives.
+    shared_layers: number of the lowest layers whose memory is that of `below`, a sealed page with the same tokens. wrong: a check found
+    other keys or values than computing gives.
     """
 
     __slots__ = (
         "__weakref__", "_addresses", "_claim", "_lock", "below", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys",
-        "layer_values", "shared", "spec", "tier", "values", "wrong",
+        "layer_values", "shared_layers", "spec", "tier", "values", "wrong",
     )  # fmt: skip
 
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False, below: Page | None = None, shared: int = 0) -> None:
         self.spec = spec
         self.tier: Tier = tier
-        while below is not None and below.shared >= shared:
+        while below is not None and below.shared_layers >= shared:
             below = below.below
         self.below: Page | None = below
-        self.shared: int = shared
+        self.shared_layers: int = shared
         self.wrong = False
         device = spec.device if tier == "device" else torch.device("cpu")
         shapes = tuple((shape[0] - shared, *shape[1:]) for shape in spec.shapes) if shared else spec.shapes
@@ -87,7 +87,7 @@ class Page:
             self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
 
     def _shape(self, keys: Seq[torch.Tensor], values: Seq[torch.Tensor]) -> None:
-        """Make the views of layers that differ, of flat memory of each."""
+        """Set `layer_keys` and `layer_values`, of layers that differ, to views of each layer's flat memory."""
         widths = self.spec.widths
         self.layer_keys = [flat.view(heads, width, PAGE_TOKENS) for flat, (heads, width, _) in zip(keys, widths, strict=True)]
         self.layer_values = [flat.view(heads, PAGE_TOKENS, width) for flat, (heads, _, width) in zip(values, widths, strict=True)]
@@ -99,11 +99,11 @@ class Page:
 
     @property
     def own_blocks(self) -> Seq[tuple[torch.Tensor, torch.Tensor]]:
-        """The same of layers in the page's own memory, which it may write."""
-        return self.blocks[self.shared :]
+        """The same of the layers that lie in the page's own memory, not in that of `below`."""
+        return self.blocks[self.shared_layers :]
 
-    def lie_in(self, memory: torch.Tensor, file: File) -> None:
-        """Take the memory of a mapped file, which holds a whole page already: of each layer its keys, then its values."""
+    def use_mapped(self, memory: torch.Tensor, file: File) -> None:
+        """Use the memory of a mapped file, which holds a whole page: of each layer its keys, then its values."""
         spec = self.spec
         assert self.filled == 0 and memory.nbytes == PAGE_TOKENS * spec.token_bytes and memory.dtype == spec.dtype
         self.file = file
@@ -125,8 +125,8 @@ class Page:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its own in memory, however full the page is, and those of its checkpoints."""
-        return self.copy_bytes - PAGE_TOKENS * self.spec.token_bytes * self.shared // self.spec.layers
+        """Bytes of the page's own memory, however full it is, and of its checkpoints."""
+        return self.copy_bytes - PAGE_TOKENS * self.spec.token_bytes * self.shared_layers // self.spec.layers
 
     @property
     def chain(self) -> Iterator[Page]:
@@ -138,12 +138,12 @@ class Page:
 
     @property
     def copy_bytes(self) -> int:
-        """The same of a copy, which shares nothing."""
+        """Bytes of a copy of this page, which shares no memory."""
         return self.spec.page_bytes + sum(known.bytes for known in self.checkpoints.values())
 
     @property
     def changed(self) -> bool:
-        """Tell whether its memory is not to be used: it is wrong, or a file that it lies in was written to since it was verified."""
+        """Tell whether the page must not be used: it is wrong, or a mapped file of it was written to since it was verified."""
         if self.wrong or (self.below is not None and self.below.changed):
             return True
         files = (self.file, *(known.file for known in self.checkpoints.values()))
@@ -157,7 +157,7 @@ class Page:
     def claim(self, slot: int, owner: object) -> bool:
         """Ask for the sole right to append at `slot`; refused if slots from there on are written or promised already, or shared below."""
         with self._lock:
-            if self._claim is not None or self.filled != slot or self.shared:
+            if self._claim is not None or self.filled != slot or self.shared_layers:
                 return False
             self._claim = owner
             return True
@@ -177,7 +177,7 @@ class Page:
         """A copy of the first `tokens` slots in another page."""
         assert 0 < tokens <= self.filled
         page = Page(self.spec, tier)
-        one = not self.shared and not self.spec.widths  # then all layers are one tensor, which a GPU copies at once
+        one = not self.shared_layers and not self.spec.widths  # then all layers are one tensor, which a GPU copies at once
         pairs = [((page.keys, page.values), (self.keys, self.values))] if one else zip(page.blocks, self.blocks, strict=True)
         for (keys, values), (own_keys, own_values) in pairs:
             keys[..., :tokens].copy_(own_keys[..., :tokens])
@@ -190,12 +190,12 @@ class Page:
 
     @torch.inference_mode()  # they were made by a forward
     def _forget_states(self, start: int, stop: int) -> None:
-        """Slots [start, stop) hold other tokens from now on: nothing is resumed from what was kept with those before."""
+        """Forget the boundaries of slots [start, stop), which hold other tokens from now on."""
         for states in self.boundaries.values():
             states[start:stop] = float("nan")
 
     @classmethod
-    def over(cls, spec: KVSpec, below: Page, shared: int, owner: object) -> Page:
+    def on_layers_of(cls, spec: KVSpec, below: Page, shared: int, owner: object) -> Page:
         """An empty page over the lowest layers of a sealed one with the same tokens; its owner alone fills it."""
         page = cls(spec, below=below, shared=shared)
         page._claim = owner

@@ -26,25 +26,25 @@ USED_BYTES = 512 << 20  # of pages that are gone, kept at most, and a quarter of
 
 
 class PagePool:
-    """Maps without a reader, by their size, while there is an engine. From any thread."""
+    """Free maps by their size, for the next pages; kept while an engine is open. From any thread."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """With nothing: at the start, and in a forked child, where the lock may be held by a thread that is not there."""
+        """Start empty: at first, and in a forked child, where a thread of the parent may hold the lock."""
         self._lock = threading.RLock()  # a map may be given back by the very collection of garbage that an addition here sets off
         self.maps: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self._budgets: list[int] = []
         self.bytes = 0
 
     def open(self, budget_bytes: int) -> None:
-        """An engine begins, which may keep so many bytes of pages."""
+        """Count an engine, which may keep so many bytes of pages."""
         with self._lock:
             self._budgets.append(budget_bytes)
 
     def close(self, budget_bytes: int) -> None:
-        """An engine ends; with the last one, everything goes back to the system."""
+        """Count an engine no more; with the last one, all maps go back to the system."""
         with self._lock:
             self._budgets.remove(budget_bytes)
             if not self._budgets:
@@ -52,14 +52,14 @@ class PagePool:
                 self.bytes = 0
 
     def give(self, memory: mmap.mmap) -> None:
-        """Keep a map, unless there is enough."""
+        """Add a free map, unless the pool is full."""
         with self._lock:
             if self.bytes + len(memory) <= min(USED_BYTES, sum(self._budgets) // 4):
                 self.maps[len(memory)].append(memory)
                 self.bytes += len(memory)
 
     def take(self, size: int) -> mmap.mmap | None:
-        """A map of so many bytes, with whatever was written there."""
+        """Take a free map of so many bytes out, with its old contents; None if there is none."""
         with self._lock:
             kept = self.maps[size]
             if not kept:
@@ -122,7 +122,7 @@ class PreparedPages:
         self.begin()
 
     def begin(self) -> None:
-        """The same as of `PagePool`."""
+        """Start empty, as `PagePool.begin`."""
         self._lock = threading.Lock()
         self._kept: dict[tuple[Shapes, torch.dtype], _Page] = {}
 
@@ -141,13 +141,13 @@ class PreparedPages:
                 at -= tensor.numel()
 
     def lacks(self, shapes: Shapes, dtype: torch.dtype) -> bool:
-        """Tell whether there is something to commit."""
+        """Tell whether memory of the next page of this shape is not committed yet."""
         with self._lock:
             page = self._kept.get((shapes, dtype))
             return page is None or page.committed < sum(prod(shape) for shape in shapes)
 
     def take(self, shapes: Shapes, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
-        """Return the memory for this shape, however much of it is committed: all of it is zero. None: nothing was begun."""
+        """Return zeroed tensors of this shape, committed or not; None if none are prepared."""
         with self._lock:
             page = self._kept.pop((shapes, dtype), None)
         return page.tensors or None if page is not None else None

@@ -71,7 +71,7 @@ def arrange(
 ) -> Arrangement:  # fmt: skip
     """See `Engine.arrange`."""
     engine.check_open()
-    engine.store.heed()
+    engine.store.apply_deletions()
     head = _head(engine, messages, tools, namespace, rendered)
     passages = listed("passages", passages)
     first: dict[str, int] = {}
@@ -81,7 +81,7 @@ def arrange(
     if regime is None or known is None or known.refusal or isinstance(messages, str):
         return Arrangement(tuple(first.values()), len(passages), 0, 0)
     # the last look at the weights: a new one costs as much as the search, and an order by older pages is only slower
-    scope = Scope(namespace, f"{known.known or known.whole}{scope_of(engine, adapter)}", regime)
+    scope = Scope(namespace, f"{known.last_digest or known.whole}{scope_of(engine, adapter)}", regime)
     found = _best(engine.store, scope, head, ids, same)
     if engine.reuse == "lossy" and (disk := engine.store.disk):  # as a request looks there, too
         other = _best(engine.store, replace(scope, precision=disk.precision), head, ids, same)

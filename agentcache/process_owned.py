@@ -12,8 +12,8 @@ from .errors import ConfigError, EngineClosedError, EngineForkedError
 OF_STORES = ("agentcache-writer", "agentcache-read")  # begin the names of threads that a store waits for when it is closed
 
 
-def elsewhere(end: Callable[..., None]) -> Callable[..., None]:
-    """Let a thread of a store hand `end` to a new thread: garbage is collected on any thread, and that one would wait for itself."""
+def off_store_threads(end: Callable[..., None]) -> Callable[..., None]:
+    """`end`, run by a new thread if a store's thread calls it, which would wait for itself: garbage is collected on any thread."""
 
     def call(*given: Any) -> None:
         if threading.current_thread().name.startswith(OF_STORES):
@@ -27,7 +27,7 @@ def elsewhere(end: Callable[..., None]) -> Callable[..., None]:
 class ProcessOwned:
     """Base of both kinds of engine. Close it, or use it as a context manager.
 
-    _HOLDS: what no other process can have. _end: releases it, once; other calls do nothing.
+    _HOLDS: what no other process can have, in words. _end: releases it at the first call.
     """
 
     _HOLDS = ""

@@ -57,7 +57,7 @@ class ReadAhead:
             while len(self._next) > KNOWN:
                 self._next.popitem(last=False)
             if self._reading is not None and self._reading[1:] == (key, tip) and not self._fewer(running):
-                running.prefetch, running.looked = self._reading[0], True
+                running.prefetch, running.prefetch_asked = self._reading[0], True
                 running.prefetch.hand_over()
                 self._reading = None
             coming = self._next.get(key)

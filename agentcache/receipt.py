@@ -21,8 +21,8 @@ from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, S
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """Prompt tokens [start, stop) that were attached, and the adapter that computed them."""
+class AttachedPart:
+    """Prompt tokens [start, stop) that were attached, with the adapter that computed them."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class Receipt:
     spliced_tokens: int = 0
     # the last tokens of the prompt, from the start of text for this request only: the next prompt does not share them
     ephemeral_tokens: int = 0
-    # tokens of the completion that follow such text: the next prompt computes them again
+    # tokens of the completion after such text: the next prompt computes them again
     repeated_tokens: int = 0
     # cached, and read from disk for this request
     disk_tokens: int = 0
@@ -92,8 +92,8 @@ class Receipt:
     # what became of text that was declared volatile
     moves: tuple[Move, ...] = ()
     segments: tuple[Segment, ...] = ()
-    # what was attached, by the adapter that computed it, where the engine has adapters
-    sealed: tuple[Sealed, ...] = ()
+    # the attached tokens by the adapter that computed them, where the engine has adapters
+    attached_parts: tuple[AttachedPart, ...] = ()
     # where asked for: digests of the experts that its tokens chose, by layer, and the share of them that is another without reuse
     routes: tuple[str, ...] = ()
     routes_changed: float | None = None
@@ -113,7 +113,7 @@ class Receipt:
     ttft_ms: float = 0.0
     # from the first token to the last
     decode_ms: float = 0.0
-    # time and work that computing the cached tokens would have cost
+    # what computing the cached tokens would have cost
     saved_ms: float = 0.0
     saved_flops: float = 0.0
     # whether `as_dict` leaves out names of tools
@@ -187,7 +187,7 @@ class Account:
         receipt.cached_tokens = receipt.computed_tokens = receipt.segment_tokens = receipt.halo_tokens = receipt.copied_tokens = 0
         receipt.disk_tokens = receipt.disk_bytes = receipt.exact_until = receipt.resumed_tokens = receipt.shared_layers = 0
         receipt.load_ms = receipt.queue_ms = receipt.match_ms = 0.0
-        receipt.segments, receipt.sealed, receipt.precision, receipt.bitwise = (), (), "exact", False
+        receipt.segments, receipt.attached_parts, receipt.precision, receipt.bitwise = (), (), "exact", False
         receipt.refusals = tuple(known for known in receipt.refusals if known.reason == Reason.POLICY)
 
     def record_note(self, note: str) -> None:
@@ -229,10 +229,10 @@ class Account:
             self.receipt.cached_tokens, self.receipt.computed_tokens = cached_tokens, computed_tokens
             self.receipt.resumed_tokens, self.receipt.shared_layers = resumed
 
-    def record_sealed(self, sealed: Iterable[Sealed]) -> None:
+    def record_attached_parts(self, parts: Iterable[AttachedPart]) -> None:
         """Name the adapters that computed what is attached to the prompt."""
         if not self.receipt.completion_tokens:
-            self.receipt.sealed = tuple(sealed)
+            self.receipt.attached_parts = tuple(parts)
 
     def record_routes(self, digests: tuple[str, ...], changed: float) -> None:
         """Say which experts the tokens chose, and how many others without reuse."""

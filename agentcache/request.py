@@ -21,8 +21,8 @@ from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Account, Receipt
 from .runner import StockSequence, Work
+from .store.deletion_log import Moment
 from .store.entry import Entry, Match
-from .store.heard_deletions import Moment
 from .store.keys import Ids, Scope, as_ids
 from .types import FinishReason, Grade, Layout, Logprob, Reuse, Sampling
 
@@ -52,9 +52,9 @@ def check_callbacks(callbacks: Callbacks) -> Callbacks:
         if name not in Callbacks.__annotations__:
             way = f"pass sampling=Sampling({name}={value!r:.50})"
             if name not in Sampling.__dataclass_fields__:
-                from .foreign_settings import meant
+                from .foreign_settings import did_you_mean
 
-                way = f"docs/configure.md has all{meant([name], [*Sampling.__dataclass_fields__, *Callbacks.__annotations__])}"
+                way = f"docs/configure.md has all{did_you_mean([name], [*Sampling.__dataclass_fields__, *Callbacks.__annotations__])}"
             raise TypeError(f"{name}={value!r:.200}: a request has no such option; {way}")
     return callbacks
 
@@ -145,13 +145,13 @@ class Provenance:
     made: float
     # digests of all kernels that had a part in it
     numerics: set[str] = field(default_factory=set)
-    # whether the weights were those of the fingerprint at the last look
-    holds: bool = True
-    # whether a look found them so, and no forward of it ran since
-    looked: bool = False
+    # whether the weights were those of the fingerprint at the last check
+    weights_hold: bool = True
+    # whether a check found them so, and no forward ran since
+    weights_checked: bool = False
 
     def attach(self, entries: Iterable[Entry]) -> None:
-        """Add pages: when one of them has to go, so has everything computed after it."""
+        """Add attached pages: a deletion of one of them deletes everything computed after it."""
         self.made = min([self.made, *(entry.made for entry in entries)])
 
 
@@ -168,10 +168,10 @@ class Running:
     # repeated text from other positions, where the caller consents to it
     ranges: AttachedRanges | None = None
     # -- waiting
-    # the way of the prompt's pages from disk; looked: whether there is one is known
+    # the prompt's pages on their way from disk; prefetch_asked: whether the store was asked for one
     prefetch: PagePrefetch | None = None
-    looked: bool = False
-    # cached tokens of the prompt, and at which change of the store they were counted
+    prefetch_asked: bool = False
+    # the store's number of changes when the prompt's cached tokens were last counted, and their count
     peeked: tuple[int, int] = (-1, 0)
     # rounds in a row in which others were filled instead
     skipped: int = 0
@@ -184,7 +184,7 @@ class Running:
     # prefixes that the sequence took layers from; suspects: those whose continuation was not finite, computed now without reuse
     attached: tuple[Match, ...] = ()
     suspects: tuple[Match, ...] = ()
-    # tokens of this sequence that the store has or had
+    # tokens of this sequence that the store has admitted or served
     admitted_tokens: int = 0
     # whether every prompt token is computed and the first choice made
     filled: bool = False
@@ -197,13 +197,13 @@ class Running:
         return self.account.receipt
 
     @property
-    def restless(self) -> bool:
+    def weights_unstable(self) -> bool:
         """True if weights changed so often that the request is answered without reuse."""
         return self.renewals > RENEWALS
 
     @property
     def covered_tokens(self) -> int:
-        """Number of tokens whose pages its scope is about: those before an Activated LoRA acts are the base's, later ones are not kept."""
+        """Number of tokens whose pages its scope holds: those before an Activated LoRA acts are the base's, later ones are not kept."""
         adapter = self.asked.adapter
         return self.asked.acts_from if adapter is not None and adapter.invocation else len(self.ids)
 

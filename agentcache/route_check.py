@@ -24,14 +24,14 @@ def _without_reuse(runner: Runner, running: Running) -> Routes | None:
     taken, model = running.sequence, runner.model
     if not isinstance(taken, Sequence) or taken.routes is None or running.scope is None:
         return None
-    sequence = Sequence(taken.spec, state=model.begin(), cuts=taken.cuts, adapter=taken.adapter, acts_from=taken.acts_from)
+    sequence = Sequence(taken.spec, state=model.new_state(), cuts=taken.cuts, adapter=taken.adapter, acts_from=taken.acts_from)
     sequence.routes = routes = Routes(model.experts)
     ids = running.ids.all[: taken.length]
     try:
         for count in _pieces(sequence, len(ids)):
             some = ids[sequence.length : sequence.length + count]
             [outcome] = runner.run([Work(sequence, some, running.scope.regime, False, running.scope.weights)])
-            if outcome.error is not None or outcome.moved:
+            if outcome.error is not None or outcome.weights_changed:
                 return None
     finally:
         sequence.close()

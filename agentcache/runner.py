@@ -69,13 +69,13 @@ class Outcome:
     """Result of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
 
     drafts: drafted ids, and the logits [ids, vocab] after each. retried: why it ran alone after its pack had failed; empty if it did not.
-    moved: weights are not those of its fingerprint, or changed while it ran: nothing of it may be kept.
+    weights_changed: they are not those of its fingerprint, or changed while it ran: nothing of it may be kept.
     """
 
     logits: torch.Tensor | None = None
     drafts: Drafts | None = None
     error: AgentCacheError | None = None
-    moved: bool = False
+    weights_changed: bool = False
     retried: str = ""
 
 
@@ -90,20 +90,20 @@ def as_failure(error: BaseException, tokens: int) -> AgentCacheError:
     The traceback goes to the log as text: its frames would hold pages.
     """
     if isinstance(error, AgentCacheError):
-        _bare(error)
+        _without_tracebacks(error)
         return error
     if _no_memory(error):
         advice = "lower memory_bytes, chunk_tokens or the number of concurrent requests"
         failure: GenerationError = OutOfMemoryError(f"no memory for {tokens} tokens of KV ({type(error).__name__}: {error}): {advice}")
     else:
         log.warning("a forward failed\n%s", "".join(traceback.format_exception(type(error), error, error.__traceback__)))
-        failure = GenerationError(f"the model failed behind token {tokens}: {type(error).__name__}: {error}")
-    failure.__cause__ = _bare(error)
+        failure = GenerationError(f"the model failed after token {tokens}: {type(error).__name__}: {error}")
+    failure.__cause__ = _without_tracebacks(error)
     return failure
 
 
-def _bare(error: BaseException) -> BaseException:
-    """The error and what it came from, without tracebacks."""
+def _without_tracebacks(error: BaseException) -> BaseException:
+    """The same error: it and its causes lose their tracebacks."""
     at: BaseException | None = error
     while at is not None:
         at.__traceback__ = None
@@ -112,12 +112,12 @@ def _bare(error: BaseException) -> BaseException:
 
 
 def process_threads() -> int:
-    """The number that `torch.set_num_threads` was last given anywhere: OpenMP tells only threads that start afterwards, so one is asked."""
-    told: list[int] = []
-    asked = threading.Thread(target=lambda: told.append(torch.get_num_threads()), name="agentcache-threads")
-    asked.start()
-    asked.join()
-    return told[0]
+    """The number that `torch.set_num_threads` was last given in any thread: only threads started later see it, so one is started."""
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()), name="agentcache-threads")
+    thread.start()
+    thread.join()
+    return counts[0]
 
 
 class Runner:
@@ -133,49 +133,49 @@ class Runner:
     def run(self, work: list[Work]) -> list[Outcome]:
         """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""
         paged = [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.state is None]
-        outcomes = {id(w): o for w, o in zip(paged, self._unmoved(paged), strict=True)}
+        outcomes = {id(w): o for w, o in zip(paged, self._run_checked(paged), strict=True)}
         for w in work:
             if id(w) not in outcomes:  # a state, or a cache of transformers' own, is of one sequence
-                outcomes[id(w)] = self._unmoved([w])[0] if w.fingerprint or isinstance(w.sequence, Sequence) else self._single(w)
+                outcomes[id(w)] = self._run_checked([w])[0] if w.fingerprint or isinstance(w.sequence, Sequence) else self._run_alone(w)
         return [outcomes[id(w)] for w in work]
 
-    def _unmoved(self, work: list[Work]) -> list[Outcome]:
-        """Run work whose weights are there, and say so if they change meanwhile. Work of no fingerprint runs in any case."""
-        known = self.model.fingerprint
-        if known is None:
+    def _run_checked(self, work: list[Work]) -> list[Outcome]:
+        """Run work of the present weights; its outcomes say if these change meanwhile. Work without a fingerprint runs in any case."""
+        fingerprint = self.model.fingerprint
+        if fingerprint is None:
             return self._pack(work)
-        token = known.token
-        here = token is not None and not token.adapters_moved()
-        current = [w for w in work if not w.fingerprint or (here and w.fingerprint == known.known)]
+        token = fingerprint.token
+        here = token is not None and not token.adapters_changed()
+        current = [w for w in work if not w.fingerprint or (here and w.fingerprint == fingerprint.last_digest)]
         outcomes = {id(w): o for w, o in zip(current, self._pack(current), strict=True)}
-        if not here or known.moved(token):
+        if not here or fingerprint.changed_since(token):
             if any(w.fingerprint for w in current):
-                known.learn(lambda tokens: self.model.stock(torch.zeros(tokens, dtype=torch.long), None))
+                fingerprint.learn(lambda tokens: self.model.stock(torch.zeros(tokens, dtype=torch.long), None))
             for outcome in outcomes.values():
-                outcome.moved = True
-        return [outcomes.get(id(w)) or Outcome(moved=True) for w in work]
+                outcome.weights_changed = True
+        return [outcomes.get(id(w)) or Outcome(weights_changed=True) for w in work]
 
     def _pack(self, work: list[Work]) -> list[Outcome]:
         if len(work) < 2:
-            return [self._single(w) for w in work]
+            return [self._run_alone(w) for w in work]
         done = self._try(work)
         if not isinstance(done, BaseException):
             return done
         what = "did not fit in memory" if _no_memory(done) else f"failed: {type(done).__name__}"
         why = f"ran alone after a pack of {len(work)} {what}"
-        _bare(done)
-        outcomes = [self._single(w) for w in work]
+        _without_tracebacks(done)
+        outcomes = [self._run_alone(w) for w in work]
         for outcome in outcomes:
             outcome.retried = why
         return outcomes
 
-    def _single(self, work: Work) -> Outcome:
+    def _run_alone(self, work: Work) -> Outcome:
         done = self._try([work])
         if not isinstance(done, BaseException):
             return done[0]
         tokens = work.sequence.length + len(work.ids)
         if isinstance(work.sequence, Sequence):
-            work.sequence.withdraw(work.sequence.length)
+            work.sequence.truncate(work.sequence.length)
         return Outcome(error=as_failure(done, tokens))
 
     def _try(self, work: list[Work]) -> list[Outcome] | BaseException:
@@ -195,25 +195,26 @@ class Runner:
             w.sequence.reserve_to(planned[-1][1].start + planned[-1][1].count)
         final = {id(w): piece for w, piece, _ in planned}
         parts, last, at = [], {}, 0
-        rows = sorted(planned, key=lambda known: known[1].entry)  # pieces that resume at a higher layer come last
+        rows = sorted(planned, key=lambda item: item[1].entry)  # pieces that resume at a higher layer come last
         for w, piece, _ in rows:
             assert isinstance(w.sequence, Sequence)
             parts.append(Part(w.sequence, piece.start, piece.count, at, piece.entry, piece.states))
             at += piece.count
             if piece is final[id(w)]:
                 last[id(w)] = at - 1
-        ids = torch.tensor([token for _, _, some in rows for token in some])
+        ids = torch.tensor([token for _, _, piece_ids in rows for token in piece_ids])
         wanted = [row for w in work if w.wanted for row in range(last[id(w)] - w.drafted, last[id(w)] + 1)]
         logits = self.model.forward(ids, parts, [w.regime for w, _, _ in rows], wanted)
         each = iter(logits.split([1 + w.drafted for w in work if w.wanted]))
         for w, piece, _ in planned:
             assert isinstance(w.sequence, Sequence)
             w.sequence.advance(piece.count - w.drafted * (piece is final[id(w)]))
-        found = [next(each) if w.wanted else None for w in work]
-        return [
-            Outcome() if some is None else Outcome(some[0], (w.ids[-w.drafted :], some[1:]) if w.drafted else None)
-            for w, some in zip(work, found, strict=True)
-        ]
+        return [self._outcome(w, next(each)) if w.wanted else Outcome() for w in work]
+
+    @staticmethod
+    def _outcome(work: Work, logits: torch.Tensor) -> Outcome:
+        """The outcome of logits [1 + drafted, vocab]."""
+        return Outcome(logits[0], (work.ids[-work.drafted :], logits[1:]) if work.drafted else None)
 
     def _stock(self, work: Work) -> Outcome:
         sequence = work.sequence

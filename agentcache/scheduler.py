@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from .receipt import Receipt
     from .receipt_log import ReceiptLog
 
-STEP = 4.0  # a round that also fills a prompt should take so many times what one takes that only decodes
+STEP = 4.0  # times as long as a round that only decodes: the bound of one that also fills a prompt
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
 MIN_FILL = 4  # tokens of a prompt that go along in any case
-PATIENCE = 4  # rounds that a prompt gives way to shorter ones
+PATIENCE = 4  # rounds in which shorter prompts may go first
 UNCOUNTED = 64  # receipts that may wait to be counted
 GPU_ROWS = 2048  # of a forward: fewer leave a GPU waiting for its next launch
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
@@ -58,14 +58,14 @@ class IdleWork(Protocol):
         ...
 
     def counts(self) -> Stats:
-        """Tell what it found so far, by family and label."""
+        """Counts of what it found so far, by family and label."""
         ...
 
 
 class Scheduler:
     """The device's one thread. submit() from any thread; close() ends it after the running round.
 
-    rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: what else the device may do.
+    rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: work for idle moments.
     """
 
     def __init__(self, runner: Runner, store: Store, chunk_tokens: int | None = None, log: ReceiptLog | None = None) -> None:
@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        """Counts of requests that ended: loaded for the first who asks, or once many wait to be counted."""
+        """Counts of requests that ended: loaded at the first use, or once many receipts wait to be counted."""
         with self._gate:
             if self._counters is None:
                 from .counters import Counters
@@ -119,13 +119,13 @@ class Scheduler:
 
     def stats(self, namespace: str | None) -> Stats:
         """Counts by family and label; without a namespace also those of the device and the store."""
-        found = self.counters.told(namespace)
+        stats = self.counters.stats(namespace)
         if namespace is None:
             for work in self.idle:
-                found |= work.counts()
-            found["queue"] = {"waiting": self._inbox.qsize() + len(self._waiting), "running": len(self._live)}
-            found["store"] = dict(self.store.tree.audit())
-        return found
+                stats |= work.counts()
+            stats["queue"] = {"waiting": self._inbox.qsize() + len(self._waiting), "running": len(self._live)}
+            stats["store"] = dict(self.store.tree.audit())
+        return stats
 
     @property
     def live(self) -> int:
@@ -158,12 +158,12 @@ class Scheduler:
                 raise
 
     def end(self) -> None:
-        """Close itself and the store."""
-        known = self.runner.model.fingerprint
+        """Close the device thread, then the store."""
+        fingerprint = self.runner.model.fingerprint
         try:
             self.close()
         finally:
-            self.store.close(known.known if known else "", self.ms_per_token)
+            self.store.close(fingerprint.last_digest if fingerprint else "", self.ms_per_token)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Scheduler:
                 self._live.append(request)
                 self.lifecycle.start(request)
                 if self.hit_audit is not None:
-                    self.hit_audit.consider(request)
+                    self.hit_audit.sample(request)
             except FAULTS as error:
                 self._fail(request, as_failure(error, len(request.ids)))
                 continue
@@ -254,8 +254,8 @@ class Scheduler:
     def _waits(self, request: Running) -> bool:
         """Tell whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
         asked, scope = request.asked, self.lifecycle.matching.scope(request)
-        if not request.looked:
-            request.looked = True
+        if not request.prefetch_asked:
+            request.prefetch_asked = True
             spec, disk = self.runner.model.spec, self.store.disk
             if scope is not None and spec is not None and disk is not None and asked.reuse != "off":
                 wanted = replace(scope, precision=disk.precision if asked.reuse == "lossy" else "exact")
@@ -268,11 +268,11 @@ class Scheduler:
     def _uncached(self, request: Running) -> int:
         """Count the tokens of a waiting prompt that would be computed if it started now."""
         if request.peeked[0] != self.store.changes:
-            scope, known = self.lifecycle.matching.scope(request), 0
+            scope, tokens = self.lifecycle.matching.scope(request), 0
             if scope and request.asked.reuse != "off":
-                near = request.ranges
-                known = near.known_tokens(scope) if near else self.store.match(scope, request.covered_ids, peek=True).tokens
-            request.peeked = (self.store.changes, known)
+                ranges = request.ranges
+                tokens = ranges.known_tokens(scope) if ranges else self.store.match(scope, request.covered_ids, peek=True).tokens
+            request.peeked = (self.store.changes, tokens)
         return len(request.ids) - request.peeked[1]
 
     def _renew(self, request: Running) -> None:
@@ -287,7 +287,7 @@ class Scheduler:
         self.lifecycle.fail(request, error, reason)
 
     def _ended(self, request: Running) -> str:
-        """Leave the receipt of a request that ended to the counters and the log; why the log does not have it, if so."""
+        """Count the receipt of a request that ended, and write it to the log; returns why the log does not have it, empty if it has."""
         receipt, ids, ms = request.receipt, request.ids.array(request.receipt.prompt_tokens), self.ms_per_token
         self._receipts.append((receipt, "filled" if request.asked.fill_only else receipt.finish_reason or "failed"))
         if len(self._receipts) >= UNCOUNTED:
@@ -295,9 +295,9 @@ class Scheduler:
         return self._log.append(receipt, ids, request.provenance.fingerprint, receipt.cached_tokens * ms) if self._log else ""
 
     def _remove(self, request: Running) -> None:
-        for among in (self._live, self._waiting):
-            if request in among:
-                among.remove(request)
+        for requests in (self._live, self._waiting):
+            if request in requests:
+                requests.remove(request)
 
     # -- one round -------------------------------------------------------------------------------------------------
 
@@ -336,9 +336,9 @@ class Scheduler:
 
     def _deliver(self, request: Running, outcome: Outcome) -> None:
         try:
-            stale = outcome.moved and request.asked.reuse != "off"
+            stale = outcome.weights_changed and request.asked.reuse != "off"
             ended = None if stale else self.lifecycle.deliver(request, outcome)
-            if outcome.moved and request.asked.reuse != "off":  # seen around the forward, or once the prompt is filled
+            if outcome.weights_changed and request.asked.reuse != "off":  # seen around the forward, or once the prompt is filled
                 self._renew(request)
             if isinstance(ended, str):
                 self._remove(request)

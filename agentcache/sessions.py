@@ -76,7 +76,7 @@ class Sessions:
         self._lock = threading.RLock()
         self._look_at = 0.0  # for turns to be stored in fewer bits, by time.monotonic()
         self._store.on_renewal(self._record)
-        self._store.on_deletion(self.let_go)
+        self._store.on_deletion(self.drop_deleted)
         if self._store.disk and self._model.spec:
             scheduler.read_ahead = ReadAhead(self._store, self._model.spec, self._chain)
         self._read_ahead = scheduler.read_ahead
@@ -86,7 +86,7 @@ class Sessions:
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def follow(self, running: Running, session: SessionName | str, finish: Callable[[Running], T]) -> Callable[[Running], T]:
-        """Tell the account what the prompt is to its session; returns what ends the request, and moves the session to the answer."""
+        """Record how the prompt continues its session. Returns `finish` extended: it moves the session to the answer, too."""
         asked = running.asked
         named = session if isinstance(session, SessionName) else SessionName(session, asked.namespace)
         name = named.name
@@ -130,22 +130,22 @@ class Sessions:
             splices=(running.decoding.learnt.hex(),) if running.decoding.learnt else (),
             stable_tokens=min(count, running.asked.layout.prefix_tokens),
         )
-        told = self._records(group.namespace, name).get(group.fingerprint)
+        recorded = self._records(group.namespace, name).get(group.fingerprint)
         with suppress(StoreError), self._store.deletions.lock:  # the answer is right all the same
-            if not self._store.deletions.meet(scope, ids, running.received):
-                self._move(group, scope, ids, told)
+            if not self._store.deletions.deleted(scope, ids, running.received):
+                self._move(group, scope, ids, recorded)
         return completion
 
     def _stores(self, grade: Grade) -> bool:
         """Tell whether turns may be stored in so few bits."""
         return (disk := self._store.disk) is not None and disk.options.turns == grade
 
-    def _move(self, group: ToolGroup, scope: Scope, ids: Ids, told: ToolGroup | None) -> None:
-        """Let a session go on from here: pages that only its last chain had are superseded. told: its last answer, as the disk has it."""
+    def _move(self, group: ToolGroup, scope: Scope, ids: Ids, recorded: ToolGroup | None) -> None:
+        """Move a session to a new answer: pages of its last chain alone are superseded. recorded: its last answer, as the disk has it."""
         key = _key(group)
         with self._lock:
             held = self._held.get(key)
-            answers = [one for one in (told, held.group if held else None) if one is not None]
+            answers = [one for one in (recorded, held.group if held else None) if one is not None]
             before = max(answers, key=_recorded, default=None)
             pinned, path = self._keep(group, scope, ids, frozenset(before.page_keys) if before else frozenset())
             moved = self._held[key] = _Held(group, time.monotonic(), pinned, ids)  # at once: an interrupt leaves no pin without its session
@@ -154,11 +154,11 @@ class Sessions:
             own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
             if before is not None:
                 left = tuple(one for one in before.page_keys if one not in own)
-                known = (*(one for one in before.superseded if one not in own), *left)
-                told_of = (*(name for name in before.splices if name not in group.splices), *group.splices)
-                moved.group = group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
-                self._delete(known[:-SUPERSEDED], group)
-                self._drop_splices(group.namespace, told_of[:-SUPERSEDED])
+                superseded = (*(key for key in before.superseded if key not in own), *left)
+                splices = (*(name for name in before.splices if name not in group.splices), *group.splices)
+                moved.group = group = replace(group, superseded=superseded[-SUPERSEDED:], splices=splices[-SUPERSEDED:])
+                self._delete(superseded[:-SUPERSEDED], group)
+                self._drop_splices(group.namespace, splices[:-SUPERSEDED])
             self._held.move_to_end(key)
             self._store.record(group)
             self._retire(group, left)
@@ -167,7 +167,8 @@ class Sessions:
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def _keep(self, group: ToolGroup, scope: Scope, ids: Ids, known: frozenset[str]) -> tuple[Scope | None, list[Entry]]:
-        """Pin a chain in memory, and let what is new of it be a prefix on disk; its scope if memory has all of it, and what it has."""
+        """Pin a chain in memory, and keep its new pages on disk as a prefix's. Returns its scope if memory has all of it (else None), and
+        the entries that memory has."""
         tree = self._store.tree
         with tree.lock:
             path = tree.path(scope, ids)
@@ -179,7 +180,7 @@ class Sessions:
         return pinned, path
 
     def _retire(self, group: ToolGroup, keys: Iterable[str]) -> None:
-        """Let pages of a chain that was left be the first that go, but for those that others name."""
+        """Make pages of a chain that a session left the first to be evicted, except those that other sessions name."""
         gone = frozenset(map(bytes.fromhex, keys))
         if not gone:
             return
@@ -222,7 +223,7 @@ class Sessions:
         return None if held is None or held.ids is None else (held.group.scope, held.ids, held.group.tip)
 
     def _drop_splices(self, namespace: str, names: Iterable[str]) -> None:
-        """Forget the own ids of answers on disk, those on their way too, but for answers that other sessions tell of."""
+        """Forget the ids of answers on disk, written or not, except those that other sessions name."""
         if disk := self._store.disk:
 
             def drop() -> None:
@@ -253,8 +254,8 @@ class Sessions:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def last(self, namespace: str, name: str) -> ToolGroup | None:
-        """The session's last answer under the weights of now, of any adapter; None if there is none."""
-        self._store.heed()
+        """The record of a session's last answer under the present weights, of any adapter; None if there is none."""
+        self._store.apply_deletions()
         weights = self._fingerprint.whole if self._fingerprint else ""
         known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
         return max(known, key=_recorded, default=None)
@@ -289,19 +290,19 @@ class Sessions:
         self.close(namespace, name)
 
     def flushed(self) -> DiskTier | None:
-        """The disk, once all sessions are on it; None if there is none."""
+        """Write everything that waits; returns the disk, None if there is none."""
         self._store.flush()
         return self._store.disk
 
     def close(self, namespace: str, name: str) -> None:
-        """End a session: nothing of it is held any more, and what only it named goes first."""
+        """End a session: it is unpinned and forgotten, and pages that only it named are evicted first."""
         gone = self._records(namespace, name)
         with self._lock:
             for key in [key for key in self._held if key[:2] == (namespace, name)]:
                 self._unpin(self._held.pop(key))
         if disk := self._store.disk:
             now = time.time()
-            disk.writer.insist(lambda: disk.index.drop_group(namespace, SESSION + name, until=now))
+            disk.writer.run_until_done(lambda: disk.index.drop_group(namespace, SESSION + name, until=now))
         for one in gone.values():
             self._retire(one, (*one.page_keys, *one.superseded))
 
@@ -320,7 +321,7 @@ class Sessions:
         self._thin_turns()
 
     def _thin_turns(self) -> None:
-        """Have turns of idle sessions stored in fewer bits, where the user said so."""
+        """Store turns of idle sessions in fewer bits, where StoreOptions.turns asks for it."""
         disk, now = self._store.disk, time.monotonic()
         if disk is None or disk.options.turns == "exact" or disk.written != "exact" or not disk.folder.writable or now < self._look_at:
             return
@@ -334,7 +335,7 @@ class Sessions:
         disk.writer.after(lambda: idle_turns.rewrite_all(disk, IDLE_S, self._written_again))
 
     def _written_again(self, row: int) -> None:
-        """Let a page in memory be written once more, should it be used: its row has become that of fewer bits."""
+        """Have a page in memory written once more at its next use: its row now has fewer bits."""
         tree = self._store.tree
         with tree.lock:
             for entry in tree.eviction:
@@ -349,14 +350,13 @@ class Sessions:
         for held in list(self._held.values()):
             self._store.record(held.group)
 
-    def let_go(self, deletion: Deletion) -> None:
-        """Let go of sessions that were deleted on purpose."""
+    def drop_deleted(self, deletion: Deletion) -> None:
+        """Unpin and forget the sessions that a deletion covers."""
         by_age = deletion.forced and deletion.before is not None  # pages may be older than their session
         with self._lock:
             for key, held in list(self._held.items()):
                 group = held.group
-                gone = deletion.names(group.namespace, group.name) or deletion.covers(key[0], group.created) or deletion.about(group.scope)
-                if deletion.forced and gone:
+                if deletion.forced and deletion.covers_group(group):
                     self._unpin(self._held.pop(key))
                     self._drop_splices(key[0], group.splices)
                     if deletion.group is not None:
@@ -365,7 +365,7 @@ class Sessions:
                     self._unpin(held)  # a tool group goes with what continues it
 
     def _forget_own(self, group: ToolGroup) -> None:
-        """Let go of a forgotten session's pages that no other process may have heard of: its answer here, where it is not the last."""
+        """Delete a forgotten session's pages that only this process knows of: its answer here, if it is not the last one."""
         disk = self._store.disk
         with suppress(StoreError):
             others = [one for one in (*(disk.index.groups(group.namespace) if disk else ()), *self.all) if one.name != group.name]
@@ -379,7 +379,7 @@ class Sessions:
                     disk.forget(list(session_rows.retire(disk.index, keys, group.fingerprint)), group.fingerprint)
                     disk.index.database.empty_log()
 
-                disk.writer.insist(forget)
+                disk.writer.run_until_done(forget)
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

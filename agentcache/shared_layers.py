@@ -14,9 +14,9 @@ from .store.store import Store
 
 
 def shared_layers(model: HFModel, store: Store, running: Running, tokens: int) -> Match | None:
-    """Pages after the first `tokens` that others computed, and whose lowest layers are the same: those that spare the most layers.
+    """A match longer than `tokens` among pages of other adapters, with its number of equal `layers`: the one that spares most computing.
 
-    They end where no inputs of the next layer were kept.
+    It ends where pages keep no inputs of the next layer. None: there is none.
     """
     scope = running.scope
     if scope is None or scope.precision != "exact" or running.asked.reuse == "off" or not model.stepped:

@@ -49,7 +49,7 @@ class ToolGroups:
         self.timed = TimedPins(self)
         self._sessions: Sessions | None = None
         self._store.on_renewal(self._record)
-        self._store.on_deletion(self.let_go)
+        self._store.on_deletion(self.drop_deleted)
 
     def _record(self) -> None:
         for group in self.all:
@@ -66,7 +66,7 @@ class ToolGroups:
             return self._sessions
 
     def lapse(self, to_pin: int = 0) -> None:
-        """End timed pins and sessions whose time is over. to_pin: tokens of a tool group, for which sessions give way."""
+        """End timed pins and sessions whose time is over. to_pin: tokens of a tool group, which unpins sessions that leave it no room."""
         self.timed.lapse()
         if self._sessions is not None:
             self._sessions.lapse(to_pin)
@@ -152,8 +152,8 @@ class ToolGroups:
         self._unpin(before)
         return group
 
-    def settle(self, group: ToolGroup) -> None:
-        """Write a group and leave it to the disk: pinned there, in memory the first that is evicted.
+    def leave_to_disk(self, group: ToolGroup) -> None:
+        """Write a group, then unpin it in memory, where it is evicted first; on disk it stays pinned.
 
         So a corpus larger than memory takes no page of the agents beside it, but for those of the few packs that are not written yet.
         StoreFullError: it is released, unwritten.
@@ -161,8 +161,8 @@ class ToolGroups:
         disk, about = self._store.disk, (group.namespace, group.name)
         if disk is None or about not in self._held:  # forgotten since it was computed
             return
-        if not self._store.flush() and not disk.index.whole(group.page_keys, group.fingerprint):
-            self._store.heed()
+        if not self._store.flush() and not disk.index.has_pages(group.page_keys, group.fingerprint):
+            self._store.apply_deletions()
             if not self.release(*about):  # another process has deleted it
                 return
             disk.index.drop_group(*about, group.fingerprint)
@@ -172,7 +172,7 @@ class ToolGroups:
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """Alone among threads and processes, from a look at `packs` until `renew`."""
+        """A lock among threads and processes, from reading `packs` until `renew`."""
         disk = self._store.disk
         if disk is not None:
             disk.folder.check_same()
@@ -180,7 +180,7 @@ class ToolGroups:
             yield
 
     def renew(self, group: ToolGroup) -> None:
-        """Record a group again, whose manifest names other texts now; not one that was forgotten meanwhile."""
+        """Record a group whose manifest names other texts now, unless it was forgotten meanwhile."""
         disk, about = self._store.disk, (group.namespace, group.name)
         with self._store.deletions.lock:
             if held := about in self._held:
@@ -192,20 +192,18 @@ class ToolGroups:
                 self._store.record(group)
 
     def packs(self) -> list[ToolGroup]:
-        """Those that hold documents, of this and other processes, all of whose pages are there."""
+        """The tool groups that hold documents, of this and other processes, with all their pages."""
         disk, found = self._store.disk, {(one.namespace, one.name): one for one in self.all if one.sources}
         if disk is None:
             return list(found.values())
         whole = self._fingerprint.whole if self._fingerprint else ""
         for one in disk.index.groups():
-            if (
-                one.sources and one.fingerprint.partition("+")[0] == whole
-            ):  # another process may have released texts of one that is held here
+            if one.sources and one.scope.weights == whole:  # another process may have released texts of one that is held here
                 found[one.namespace, one.name] = replace(found.get((one.namespace, one.name), one), sources=one.sources)
-        return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
+        return [one for one in found.values() if disk.index.has_pages(one.page_keys, one.fingerprint)]
 
     def abandon(self, request: Running, layout: Layout) -> None:
-        """The caller's callback failed, or the request did: nothing stays pinned."""
+        """Cancel a request whose callback or forward failed, and unpin its pages."""
         request.events.cancel()
         while request.sequence is not None and not isinstance(request.events.get(), (Done, AgentCacheError)):
             pass
@@ -215,27 +213,26 @@ class ToolGroups:
     def _check_kept(self, request: Running, scope: Scope, layout: Layout, name: str | None) -> None:
         store, ids, received = self._store, request.ids.array(), request.received
         with store.deletions.lock:
-            gone = [one for one in store.deletions.since(received.generation) if one.meets(scope, ids, received.made)]
+            gone = [one for one in store.deletions.since(received.generation) if one.covers_sequence(scope, ids, received.made)]
             if not gone:
                 return
             if request.pinned_pages and all(one.group is not None for one in gone):  # other deletions take pinned pages, too
-                keys = [entry.key for entry in store.tree.path(scope, ids) if any(one.reaches(entry) for one in gone)]
+                keys = [entry.key for entry in store.tree.path(scope, ids) if any(one.covers_lineage(entry) for one in gone)]
                 store.release_pin(scope.pin_name(as_ids(layout.ids)))
                 for one in gone:
                     store.tree.remove(one)
                 if disk := store.disk:  # pinning has written them anew
-                    disk.writer.insist(lambda: disk.forget(keys, scope.fingerprint))
+                    disk.writer.run_until_done(lambda: disk.forget(keys, scope.fingerprint))
             request.pinned_pages = 0
         raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
-    def let_go(self, deletion: Deletion) -> None:
-        """Unpin tool groups that were deleted on purpose."""
+    def drop_deleted(self, deletion: Deletion) -> None:
+        """Unpin the tool groups that a deletion covers."""
         by_age = dict(self._store.tree.pinned()) if deletion.before is not None else {}
         with self._lock:
             for name, held in list(self._held.items()):
-                gone = deletion.names(*name) or deletion.covers(name[0], held.created) or deletion.about(held.scope)
-                older = any(map(deletion.takes, by_age.get((held.scope, held.tip), ())))  # pages may be older than their group
-                if deletion.forced and (gone or older):
+                older = any(map(deletion.covers_page, by_age.get((held.scope, held.tip), ())))  # pages may be older than their group
+                if deletion.forced and (older or deletion.covers_group(held)):
                     self._unpin(self._held.pop(name))
 
     def release(self, namespace: str, name: str) -> bool:
@@ -295,7 +292,7 @@ class TimedPins:
             return made
 
     def _claim(self, key: Key, lease: EngineLease | None, ttl_s: float, made: ToolGroup | None = None) -> ToolGroup | None:
-        """Want this group, which is pinned already or was just made, for so long; None if it is not pinned."""
+        """Extend a lease's pin of a group that is pinned, or was just `made`; returns the group, None if it is not pinned."""
         with self._lock:
             held = self._held.get(key)
             if made is not None:
@@ -309,7 +306,7 @@ class TimedPins:
             return held.group
 
     def lapse(self) -> None:
-        """Unpin what no lease wants any more, or whose time is over."""
+        """Unpin tool groups that no lease wants any more, or whose time is over."""
         if not self._held or self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
             return
         now = time.monotonic()
@@ -323,7 +320,7 @@ class TimedPins:
                         self._groups.release(*key)
 
     def drop(self, lease: EngineLease) -> None:
-        """Unpin what only this lease wants pinned."""
+        """Unpin tool groups that only this lease wants pinned."""
         if self._process != os.getpid():
             return
         with self._lock:

@@ -36,7 +36,7 @@ class TurnsFound:
         return self.calls >= LEAST_CALLS and not self.changed_calls and self.kl_p99 <= kl
 
 
-def place(folder: str | os.PathLike[str], fingerprint: str) -> Path:
+def path_of(folder: str | os.PathLike[str], fingerprint: str) -> Path:
     """Path of a model's findings in a store's folder."""
     return Path(folder) / "calibrations" / f"{fingerprint}-turns.json"
 
@@ -57,7 +57,7 @@ def check(precision: str, folder: str | os.PathLike[str], fingerprint: str, mode
     command = f"run `agentcache calibrate --turns {precision} --model {model} --store {shlex.quote(os.fspath(folder))} --workload FILE`"
     said = f"turns={precision!r}: model {model!r}"
     try:
-        found = json.loads(place(folder, fingerprint).read_text(encoding="utf-8"))
+        found = json.loads(path_of(folder, fingerprint).read_text(encoding="utf-8"))
         known, passed = found["found"].get(precision), found["passed"]
         right = found["format"] == FORMAT and found["fingerprint"] == fingerprint
     except FileNotFoundError:

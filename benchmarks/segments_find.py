@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from agentcache.approximate.minhash import MOST, Kept, LSHIndex, Proposal, Signature
+from agentcache.approximate.minhash import MOST, LSHIndex, Proposal, Signature, StoredText
 from agentcache.approximate.minhash_index import exact
 from agentcache.approximate.ngram_index import repeats
 from agentcache.approximate.segment_prefetch import longest_run
@@ -153,8 +153,8 @@ class Finder:
 
     def _judged(self, sums: Sums, ids: Ids, since: int, window: Window, proposal: Proposal) -> Intervals:
         """The equal run behind a proposal, as far as it goes."""
-        kept = self.prompts[proposal.kept.page]
-        start, stop = proposal.kept.slot, proposal.kept.slot + proposal.kept.tokens
+        kept = self.prompts[proposal.text.page]
+        start, stop = proposal.text.slot, proposal.text.slot + proposal.text.tokens
         inside = longest_run(kept[start:stop], ids[window.start : window.stop])[2]
         sums.strict += inside >= min(LEAST, self.size)
         low, first = max(0, window.start - self.size), max(0, start - self.size)
@@ -168,7 +168,7 @@ class Finder:
 
     def _keep(self, ids: Ids, signed: Sequence[tuple[Window, Signature]]) -> None:
         for window, signature in signed:
-            kept = Kept(signature, exact(ids, window), b"", len(self.prompts), window.start, window.stop - window.start)
+            kept = StoredText(signature, exact(ids, window), b"", len(self.prompts), window.start, window.stop - window.start)
             for index in self.indexes.values():
                 index.add(SCOPE, kept)
         self.prompts.append(ids)
@@ -297,7 +297,7 @@ def step(
         layout = renderer.render(f"{_lead(rng)}\n\n{_words(0.5)(rng.choice(pieces), rng)}")
         ids = as_ids(layout.ids)
         for window in windows(layout, spoken, size=size, stride=size // 2):
-            index.add(SCOPE, Kept(index.signer.sign(window), exact(ids, window), b"", 0, window.start, size))
+            index.add(SCOPE, StoredText(index.signer.sign(window), exact(ids, window), b"", 0, window.start, size))
     times: list[tuple[float, ...]] = []
     counted = 0
     for _ in range(repeats):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from agentcache.approximate.calibrate.trials import nothing_kept
-from agentcache.approximate.segments import near_scope
+from agentcache.approximate.segments import approximate_scope
 from agentcache.bench.quality import ANSWER_TOKENS
 from agentcache.calibration import Calibration
 from agentcache.engine import Engine
@@ -97,7 +97,7 @@ def deviation(engine: Engine, task: Task, namespace: str, known: Calibration) ->
         assert len(ids) == done.receipt.prompt_tokens
         scope = engine.store.tree.entries(other)[0].scope
         exact = engine.store.match(scope, ids, peek=True)
-        near = engine.store.match(near_scope(replace(scope, namespace=namespace), known), ids, peek=True)
+        near = engine.store.match(approximate_scope(replace(scope, namespace=namespace), known), ids, peek=True)
         spans = [(part.stop - part.whole_tokens, min(part.stop, exact.tokens, near.tokens)) for part in receipt.segments]
         spans = [span for span in spans if span[0] < span[1]]
         if not spans:

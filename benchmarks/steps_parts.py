@@ -201,7 +201,7 @@ def rounds(engine: Engine, repeats: int, context: int = 1536) -> list[dict[str, 
     regime = engine.model.regime(len(ids)) or ""
 
     def filled(length: int) -> Sequence:
-        sequence = Sequence(spec, state=engine.model.begin())
+        sequence = Sequence(spec, state=engine.model.new_state())
         while sequence.length < length:
             run([Work(sequence, ids[sequence.length : min(length, sequence.length + 512)], regime)])
         return sequence
@@ -214,7 +214,7 @@ def rounds(engine: Engine, repeats: int, context: int = 1536) -> list[dict[str, 
             run(works)
             found.append((time.perf_counter() - began) * 1e3)
             for name, length in lengths.items():
-                at[name].withdraw(length)
+                at[name].truncate(length)
         return statistics.median(found)
 
     at = {"filling": filled(context), "decoding": filled(len(ids) - 1)}

@@ -61,7 +61,7 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine reading a few kB may look slower than computing them, which is the question in few tests: `impatient` ones."""
     if request.node.get_closest_marker("impatient") is None:
-        for name in ("store.page_prefetch.give_up", "store.page_prefetch.too_slow", "approximate.segment_prefetch.too_slow"):
+        for name in ("store.page_prefetch.give_up", "store.page_prefetch.slow_load_ms", "approximate.segment_prefetch.slow_load_ms"):
             monkeypatch.setattr(f"agentcache.{name}", lambda *_: False)
 
 

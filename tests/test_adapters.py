@@ -172,8 +172,8 @@ def test_layers_below_an_adapter_are_the_base_s(tmp_path: Path) -> None:
         base, _ = answer(running, prompt, None)
         found, receipt = answer(running, prompt, "a")
         assert (receipt.shared_layers, receipt.cached_tokens) == (1, 0)
-        sealed = [(one.start, one.stop, one.name, one.adapter, one.layers) for one in receipt.sealed]
-        assert sealed == [(0, receipt.prompt_tokens - 1, "", "", 1)]
+        parts = [(one.start, one.stop, one.name, one.adapter, one.layers) for one in receipt.attached_parts]
+        assert parts == [(0, receipt.prompt_tokens - 1, "", "", 1)]
         assert receipt.resumed_tokens > 512
         assert receipt.exact_until == receipt.prompt_tokens + 3
         assert same(found, answer(running, prompt, "a", "off")[0])
@@ -182,14 +182,14 @@ def test_layers_below_an_adapter_are_the_base_s(tmp_path: Path) -> None:
         assert (receipt.shared_layers, receipt.resumed_tokens) == (2, receipt.prompt_tokens - 1)
         assert same(found, answer(running, prompt, "b", "off")[0])
         again = answer(running, prompt, "b")[1]
-        [one] = again.sealed
+        [one] = again.attached_parts
         assert (one.name, one.adapter, one.layers, one.stop) == ("b", running.adapters["b"], None, again.cached_tokens)
         for name in (None, "a", "b"):
             assert same(answer(running, more, name)[0], answer(running, more, name, "off")[0])
             assert answer(running, prompt, name)[1].computed_tokens == 1, "a switch back is a hit"
         assert same(base, answer(running, prompt, None)[0]), "pages of the base are as they were"
         pages = {id(e.page): e.page for e in running.store.tree.entries()}.values()
-        assert sorted({page.shared for page in pages}) == [0, 1, 2], "memory of sealed pages is shared layer by layer"
+        assert sorted({page.shared_layers for page in pages}) == [0, 1, 2], "memory of sealed pages is shared layer by layer"
         assert running.store.bytes == sum(page.bytes for page in pages)
 
 
@@ -262,7 +262,7 @@ def test_texts_are_learnt_and_ordered_under_an_adapter(tmp_path: Path, disk: boo
         assert order == running.arrange([*texts.values()][::-1], prompt(PASSAGES)).order == (2, 1, 0)
         receipt = running.generate(prompt(*texts.values()), sampling=decode(2), adapter="judge").receipt
         assert receipt.cached_tokens > 0.9 * receipt.prompt_tokens
-        assert receipt.sealed[0].adapter == running.adapters["judge"]
+        assert receipt.attached_parts[0].adapter == running.adapters["judge"]
         assert (len(running.documents()), running.unlearn(["0"])) == (6, 2)
         changed = running.learn({"1": "Another text."}, adapter="judge").documents
         assert sorted((one.source, one.tokens > 20) for one in running.documents()) == [("1", False), ("1", True), ("2", True), ("2", True)]

@@ -126,9 +126,9 @@ def test_memory_below_counts_until_the_last_page_over_it_goes(upper: Path) -> No
         whole = bytes_of(running)
         answer(running, PROMPT, "a")
         both, over = bytes_of(running), entries(running, "a")
-        assert over[0].page.shared == 2
+        assert over[0].page.shared_layers == 2
         drop_base(running)
-        sealed = [entry.page for entry in over if entry.page.shared]
+        sealed = [entry.page for entry in over if entry.page.shared_layers]
         assert sealed
         assert bytes_of(running) == sum(entry.page.bytes for entry in over) + len(sealed) * running.model.spec.page_bytes
         running.remove_adapter("a")

@@ -331,8 +331,8 @@ def test_a_hit_from_disk_passes_its_audit(asking: Callable[..., Asking], tmp_pat
     said, _ = other([SYSTEM, user("What is the tide? " * 9)])
     assert said.receipt.disk_tokens
     audit = other.engine.scheduler.hit_audit
-    assert wait_until(lambda: audit.checked >= said.receipt.disk_tokens and not audit.pending)
-    assert audit.wrong == 0
+    assert wait_until(lambda: audit.checked_tokens >= said.receipt.disk_tokens and not audit.pending)
+    assert audit.wrong_pages == 0
 
 
 def test_a_wrong_state_on_disk_is_found_by_an_audit(asking: Callable[..., Asking], tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_wrong_state_on_disk_is_found_by_an_audit(asking: Callable[..., Asking
     assert said.receipt.disk_tokens == group.prefix_tokens
     audit = other.engine.scheduler.hit_audit
     with pytest.warns(StoreWarning, match="is not what computing it gives"):
-        assert wait_until(lambda: audit.wrong)
+        assert wait_until(lambda: audit.wrong_pages)
     assert other([SYSTEM, user("Where is the wind? " * 9)])[0].receipt.cached_tokens < group.prefix_tokens
 
 

@@ -197,7 +197,7 @@ def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, 
         running.store.tree.eviction.budget_bytes = room * 2 * running.model.spec.page_bytes
         told: list[int] = []
         computed: list[int] = []
-        settle, pin = running._groups.settle, running.pin
+        settle, pin = running._groups.leave_to_disk, running.pin
 
         def settled(group: ToolGroup) -> None:
             deadline = time.monotonic() + 10
@@ -209,7 +209,7 @@ def test_packs_are_written_while_others_are_computed(tmp_path: Path, room: int, 
             computed.append(len(told))
             return pin(*given, **options)
 
-        running._groups.settle, running.pin = settled, pinned  # type: ignore[method-assign]
+        running._groups.leave_to_disk, running.pin = settled, pinned  # type: ignore[method-assign]
         made = running.learn(TEXTS, pack_tokens=1, progress=lambda done, total: told.append(done))
         assert computed == [max(0, number - ahead) for number in range(len(TEXTS))]
         assert told[-1] == sum(one.tokens for one in made.documents) == sum(sizes.values())
@@ -339,7 +339,7 @@ def test_a_kill_costs_the_passages_that_were_cut(tmp_path: Path, learnt: int, pa
 
 
 def test_a_pack_names_its_texts_from_its_first_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToolGroups, "settle", lambda self, group: None)  # as where its process was killed before
+    monkeypatch.setattr(ToolGroups, "leave_to_disk", lambda self, group: None)  # as where its process was killed before
     with engine(store=tmp_path) as running:
         running.learn(TEXTS, pack_tokens=300)
         assert running.flush()
@@ -349,13 +349,13 @@ def test_a_pack_names_its_texts_from_its_first_record(tmp_path: Path, monkeypatc
 
 
 def test_texts_forgotten_while_they_are_learnt_leave_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = ToolGroups.settle
+    settle = ToolGroups.leave_to_disk
 
     def forgotten(self: ToolGroups, group: ToolGroup) -> None:
         running.forget(namespace="default")
         settle(self, group)
 
-    monkeypatch.setattr(ToolGroups, "settle", forgotten)
+    monkeypatch.setattr(ToolGroups, "leave_to_disk", forgotten)
     with engine(store=tmp_path) as running:
         assert running.learn({"a": TEXTS["text-1"]}).documents == ()
         assert running.flush()

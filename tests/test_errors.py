@@ -79,7 +79,7 @@ def test_settings_that_cannot_work(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize("option", [{"store": 5}, {"memory_bytes": "4GB"}, {"stor": None}], ids=str)
 def test_settings_are_refused_before_weights_are_loaded(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.model.opening.load", lambda *given, **loading: pytest.fail("loaded"))
+    monkeypatch.setattr("agentcache.model.open_model.load", lambda *given, **loading: pytest.fail("loaded"))
     with pytest.raises((errors.ConfigError, TypeError), match=next(iter(option))):
         Engine("embedded", **option)
 

@@ -53,7 +53,7 @@ def test_readers_never_see_a_change_below_their_length(seed: int) -> None:
     readers: list[tuple[Sequence, list[int]]] = [(Sequence(SPEC), [])]
     fresh = iter(range(10**6))
     for _ in range(25):
-        kind = chance.choice(["append", "append", "branch", "branch", "close", "withdraw"])
+        kind = chance.choice(["append", "append", "branch", "branch", "close", "truncate"])
         sequence, tokens = chance.choice(readers)
         if kind == "append" and owns(sequence):
             new = [next(fresh) for _ in range(chance.choice([1, 3, 200, 511, 512, 700]))]
@@ -66,10 +66,10 @@ def test_readers_never_see_a_change_below_their_length(seed: int) -> None:
             readers.append((other, tokens[:length]))
         elif kind == "close":
             sequence.close()
-        elif kind == "withdraw" and owns(sequence):
+        elif kind == "truncate" and owns(sequence):
             newest = [t for s, t in readers if s is not sequence and shares(s, sequence)]
             low = max((common(tokens, t) for t in newest), default=0)
-            sequence.withdraw(low)
+            sequence.truncate(low)
             del tokens[low:]
             del sequence.pages[-(-low // PAGE_TOKENS) :]
         for reader, oracle in readers:
@@ -136,12 +136,12 @@ def test_nothing_is_written_below_a_shared_length() -> None:
         late.advance(5)  # an append that goes round the claim is refused when it is declared
 
 
-def test_withdraw_scrubs_what_a_failed_forward_left_behind_the_length() -> None:
+def test_truncating_zeroes_what_a_failed_forward_left_after_the_length() -> None:
     sequence = ask(510)
     sequence.reserve(10)
     for layer in range(SPEC.layers):
         sequence.write(layer, 510, *(t * float("nan") for t in kv([1] * 10, layer)))
-    sequence.withdraw(sequence.length)
+    sequence.truncate(sequence.length)
     for page in sequence.pages:
         assert torch.isfinite(page.keys).all()
         assert torch.isfinite(page.values).all()
@@ -160,7 +160,7 @@ def test_a_branch_has_no_states_of_what_it_left_behind() -> None:
     [own] = other.pages
     assert torch.equal(own.boundaries[1][:200], torch.ones(200, 4))
     assert torch.isnan(own.boundaries[1][200:]).all()
-    first.withdraw(250)
+    first.truncate(250)
     assert torch.isfinite(first.pages[0].boundaries[1][:250]).all()
     assert torch.isnan(first.pages[0].boundaries[1][250:]).all()
 
@@ -202,7 +202,7 @@ def test_layers_of_other_widths_lie_side_by_side() -> None:
     first.advance(300)
     other = Sequence(spec)
     other.attach(list(first.pages), 200)
-    first.withdraw(250)
+    first.truncate(250)
     for layer, (keys, values) in enumerate(written):
         for sequence, kept in ((first, 250), (other, 200)):
             found = sequence.read(layer)
@@ -219,7 +219,7 @@ def test_layers_of_a_page_below_are_shared_and_never_written() -> None:
     below.values.normal_()
     below.filled = PAGE_TOKENS
     before = below.keys.clone(), below.values.clone()
-    over = Page.over(spec, below, 2, owner)
+    over = Page.on_layers_of(spec, below, 2, owner)
     assert over.layer_keys[1].data_ptr() == below.layer_keys[1].data_ptr()
     assert over.bytes == below.bytes // 3
     sequence = Sequence(spec, pages=[over])
@@ -232,7 +232,7 @@ def test_layers_of_a_page_below_are_shared_and_never_written() -> None:
     other.attach([over], 100)
     assert other.pages[0] is not over, "only its owner goes on in it, others copy"
     assert torch.equal(other.pages[0].layer_keys[0][..., :100], below.layer_keys[0][..., :100])
-    sequence.withdraw(0)
+    sequence.truncate(0)
     assert not over.layer_keys[2].any()
     assert torch.equal(below.keys, before[0])
     assert torch.equal(below.values, before[1])

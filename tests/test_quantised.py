@@ -30,7 +30,7 @@ FIRST = [SYSTEM, user("How high is the tide?")]
 
 def serve(parent: Connection) -> None:
     """In a process of its own: answer from the store in each folder that is named, until it is killed."""
-    page_prefetch.too_slow, page_prefetch.give_up = lambda *_: 0.0, lambda *_: False  # type: ignore[assignment]  # a busy disk is not refused
+    page_prefetch.slow_load_ms, page_prefetch.give_up = lambda *_: 0.0, lambda *_: False  # type: ignore[assignment]  # a busy disk is not refused
     while True:
         folder, options, messages = parent.recv()
         one = Asking(folder, folder / "store", **options)

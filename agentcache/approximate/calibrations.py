@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from ..model.adapters import Adapter
 
 
-def place(folder: str | os.PathLike[str], fingerprint: str, lent: str = "") -> Path:
+def path_of(folder: str | os.PathLike[str], fingerprint: str, lent: str = "") -> Path:
     """Path of a calibration in a store's folder."""
     other = f"-from-{lent.partition('+')[2] or 'base'}" if lent else ""
     return Path(folder) / "calibrations" / f"{fingerprint}{other}.json"
 
 
 def answering(weights: str, adapter: Adapter | None) -> str:
-    """Fingerprint of what answers: an Activated LoRA counts, though pages before it acts are the base's."""
+    """Fingerprint of the base, or of the adapter that answers: of an Activated LoRA too, though its prompt's pages are the base's."""
     return weights if adapter is None else f"{weights}+{adapter.digest}"
 
 
 def lenders(weights: str, adapter: Adapter | None, adapters: Mapping[str, Adapter]) -> Sequence[str]:
-    """Fingerprints of pages over the same weights that requests of an adapter do not keep themselves."""
+    """Fingerprints of the other pages over the same weights, from which requests of an adapter may take segments."""
     kept = dict.fromkeys(fingerprint_of(weights, other) for other in (None, *adapters.values()))
     return [known for known in kept if known != fingerprint_of(weights, adapter)]
 
@@ -54,7 +54,7 @@ def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, 
     then = f"and pass {passed}CALIBRATION" if folder is None else f"or pass {passed}"
     command = f"run `agentcache calibrate --model {model} --dtype {dtype}{pair} {there} --workload FILE` first, {then}"
     if given is None:
-        known = None if folder is None else place(folder, fingerprint)
+        known = None if folder is None else path_of(folder, fingerprint)
         if known is None or not known.is_file():
             raise CalibrationError(f"reuse='approximate': {whose} has no calibration; {command}")
         given = known
@@ -104,6 +104,6 @@ class Calibrations:
         """The place of a pair's calibration; None if there is none."""
         if self.given is not None and not lent and "+" not in fingerprint:
             return self.given
-        if self.folder is None or not (there := place(self.folder, fingerprint, lent)).is_file():
+        if self.folder is None or not (there := path_of(self.folder, fingerprint, lent)).is_file():
             return None
         return there

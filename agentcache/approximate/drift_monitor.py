@@ -73,8 +73,8 @@ class DriftMonitor:
         """A histogram of KL per token, over all comparisons."""
         return by_family(sorted(self._counts.items()))
 
-    def consider(self, running: Running, calibration: Calibration) -> None:
-        """Perhaps choose this request, which was served with segments or goes on after some; its sequence is still there."""
+    def sample(self, running: Running, calibration: Calibration) -> None:
+        """Queue one in `watch_one_in` requests that have segments in or before their prompt, while their sequence is still there."""
         spec, sequence, prompt = self.runner.model.spec, running.sequence, running.asked.prompt_tokens
         if running.scope is None or spec is None:
             return
@@ -127,7 +127,7 @@ class DriftMonitor:
     def _run(self, *works: Work) -> list[torch.Tensor | None]:
         outcomes = self.runner.run(list(works))
         for outcome in outcomes:
-            if outcome.error is not None or outcome.moved:
+            if outcome.error is not None or outcome.weights_changed:
                 raise RuntimeError(str(outcome.error or "weights changed"))
         return [outcome.logits for outcome in outcomes]
 

@@ -1,4 +1,4 @@
-"""Text of kept prompts found again although it is not quite equal: MinHash over canonical words, and an LSH index. Knows no pages.
+"""Text of cached prompts found again although it is not quite equal: MinHash over canonical words, and an LSH index. Knows no pages.
 
 It only proposes places of text with nearly the same words. Reused tokens have equal ids (ngram_index.py finds those without this).
 
@@ -48,8 +48,8 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """Place of a cached text: under the page with the key `parent`, where the text's middle stands."""
+class StoredText:
+    """A cached text and where it stands: in the page after the one with the key `parent`, which holds its middle token."""
 
     signature: Signature
     exact: bytes  # digest of its ids
@@ -60,7 +60,7 @@ class Kept:
 
     @property
     def name(self) -> bytes:
-        """Name of a place: where another page says the same, it is another one, and stays when this one goes."""
+        """Digest of the text and its place: the same text in another page has another name."""
         return blake3(self.pack()).digest(length=16)
 
     def pack(self) -> bytes:
@@ -70,8 +70,8 @@ class Kept:
         return head + said.left.astype("<u4").tobytes() + said.values.astype("<u4").tobytes()
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Kept | None:
-        """From bytes; None if they are no such thing."""
+    def unpack(cls, packed: bytes) -> StoredText | None:
+        """The text that `pack` gave these bytes of; None if it did not."""
         if len(packed) != _PACKED.size + 4 * (LEFT + PERMUTATIONS):
             return None
         digest, exact, parent, page, slot, tokens = _PACKED.unpack_from(packed)
@@ -83,7 +83,7 @@ class Kept:
 class Proposal:
     """A cached text with nearly the words of a window."""
 
-    kept: Kept
+    text: StoredText
     similarity: float  # estimated Jaccard similarity of both
     left: float  # the same of the words to their left
     exact: bool  # equal ids, unless there is a collision
@@ -102,7 +102,7 @@ def bands(tau: float) -> tuple[int, int]:
 
 
 class Signer:
-    """Makes signatures; remembers the latest. Thread safe."""
+    """Makes MinHash signatures; remembers the latest. Thread safe."""
 
     def __init__(self) -> None:
         self._minhash = datasketch().MinHash
@@ -145,7 +145,7 @@ def shingles(words: Sequence[str], size: int) -> np.ndarray:
 
 
 class LSHIndex:
-    """The index over windows of kept prompts; a scope never sees another one's. Thread safe. most: texts in all, oldest used go."""
+    """The LSH index over windows of cached prompts; a scope never sees another one's. Thread safe. most: texts in all scopes together."""
 
     def __init__(self, tau: float = TAU, most: int = MOST) -> None:
         if not 0.0 < tau < 1.0:
@@ -167,32 +167,32 @@ class LSHIndex:
         """Tell whether anything of a scope can be found."""
         return scope in self._scopes
 
-    def add(self, scope: Scope, kept: Kept) -> bool:
-        """Note where a text stands; False if the same ids are known after the same text."""
+    def add(self, scope: Scope, text: StoredText) -> bool:
+        """Add a text to its scope's index; False if the index has it at this place already."""
         with self._lock:
             own = self._scopes.get(scope)
             if own is None:
                 own = self._scopes[scope] = _Scope(self._lsh(params=self._bands, num_perm=PERMUTATIONS), {})
-            digest = kept.signature.digest
+            digest = text.signature.digest
             self._used[scope, digest] = None
             self._used.move_to_end((scope, digest))
             places = own.texts.get(digest)
             if places is None:
-                own.lsh.insert(digest, self.signer.sketch(kept.signature.values), check_duplication=False)
-                own.texts[digest] = [kept]
+                own.lsh.insert(digest, self.signer.sketch(text.signature.values), check_duplication=False)
+                own.texts[digest] = [text]
                 while len(self._used) > self._most:
                     self._remove(*next(iter(self._used)))
                 return True
-            if any(place.name == kept.name for place in places):
+            if any(place.name == text.name for place in places):
                 return False
-            places.append(kept)
+            places.append(text)
             del places[1 : 1 - PLACES]  # the first one stays: a learnt text, that outlives the conversations which repeat it
             return True
 
     def find(self, scope: Scope, signature: Signature, exact: bytes) -> list[Proposal]:
-        """Kept texts whose similarity is estimated as `tau` at least; equal ones first, then by likeness of words, then of left context.
+        """Cached texts of an estimated similarity of at least `tau`: equal ids first, then by likeness of words, then of left context.
 
-        exact: digest of the ids that are asked for.
+        exact: digest of the ids that are looked for.
         """
         with self._lock:
             own = self._scopes.get(scope)
@@ -204,24 +204,24 @@ class LSHIndex:
                 similarity = float(np.mean(places[0].signature.values == signature.values))
                 if similarity >= self.tau:
                     self._used.move_to_end((scope, digest))
-                    for kept in places:
-                        left = float(np.mean(kept.signature.left == signature.left))
-                        found.append(Proposal(kept, similarity, left, kept.exact == exact))
+                    for text in places:
+                        left = float(np.mean(text.signature.left == signature.left))
+                        found.append(Proposal(text, similarity, left, text.exact == exact))
             return sorted(found, key=lambda proposal: (not proposal.exact, -proposal.similarity, -proposal.left))
 
-    def drop(self, scope: Scope, kept: Kept) -> None:
+    def drop(self, scope: Scope, text: StoredText) -> None:
         """Forget one place of a text; no effect if it is not known."""
         with self._lock:
             own = self._scopes.get(scope)
-            places = own.texts.get(kept.signature.digest) if own is not None else None
-            if own is None or places is None or kept not in places:
+            places = own.texts.get(text.signature.digest) if own is not None else None
+            if own is None or places is None or text not in places:
                 return
-            places.remove(kept)
+            places.remove(text)
             if not places:
-                self._remove(scope, kept.signature.digest)
+                self._remove(scope, text.signature.digest)
 
     def _remove(self, scope: Scope, digest: bytes) -> None:
-        """A text leaves, and with the last one its scope's index."""
+        """Remove a text, and with the last one its scope's index."""
         own = self._scopes[scope]
         own.lsh.remove(digest)
         del own.texts[digest], self._used[scope, digest]
@@ -239,4 +239,4 @@ class LSHIndex:
 @dataclass(slots=True)
 class _Scope:
     lsh: Any
-    texts: dict[bytes, list[Kept]]
+    texts: dict[bytes, list[StoredText]]

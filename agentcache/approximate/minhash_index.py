@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
+from ..store.deletion_log import Moment
 from ..store.disk.disk_tier import DiskTier
 from ..store.disk.folder import Folder
 from ..store.disk.index_metadata import named, tick
 from ..store.disk.schema import guard, unguard
-from ..store.heard_deletions import Moment
 from ..store.keys import Ids, Scope, chain
 from ..store.store import Store
 from ..types import PAGE_TOKENS
-from .minhash import MOST, TAU, Kept, LSHIndex, Proposal
+from .minhash import MOST, TAU, LSHIndex, Proposal, StoredText
 from .windows import Window
 
 MOST_ROWS = 65_536  # of 0.8 kB each, in all scopes together
@@ -45,41 +45,43 @@ class MinHashIndex:
         store.on_renewal(self.clear)  # a new folder holds no signatures
 
     def retune(self, tau: float) -> None:
-        """Propose by the least similarity that any calibration asks for: of two in turn, none has the index made anew."""
+        """Lower `tau` to that of another calibration, whose proposals need a new index; a higher one changes nothing."""
         if tau < self.signatures.tau:
             self.signatures, self._read = LSHIndex(tau), {}
 
-    # -- noting ----------------------------------------------------------------------------------------------------
+    # -- adding ----------------------------------------------------------------------------------------------------
 
-    def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
-        """Remember the windows of a cached prompt, after the answer. received: when it was; no effect if it was deleted since."""
+    def add(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
+        """Add the windows of a cached prompt, on the writing thread. received: when the prompt was; no effect if it was deleted since."""
         if windows and scope.precision == "exact" and (disk := self.store.disk):
-            moment = received or self.store.heed()
-            disk.writer.after(lambda: self.note_now(disk, scope, ids, windows, moment))
+            moment = received or self.store.apply_deletions()
+            disk.writer.after(lambda: self.add_now(disk, scope, ids, windows, moment))
 
-    def note_now(self, disk: DiskTier, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment) -> int:
-        """The same at once; returns how many were new."""
+    def add_now(self, disk: DiskTier, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment) -> int:
+        """Add them at once; returns how many were new."""
         keys = [scope.root, *chain(scope.root, ids)]
         new = []
         for window in windows:
             assert window.start < window.stop <= len(ids)
             page = (window.start + window.stop) // 2 // PAGE_TOKENS
             signature = self.signatures.signer.sign(window)
-            kept = Kept(signature, exact(ids, window), keys[page], page, window.start - page * PAGE_TOKENS, window.stop - window.start)
+            kept = StoredText(
+                signature, exact(ids, window), keys[page], page, window.start - page * PAGE_TOKENS, window.stop - window.start
+            )
             if self.signatures.add(scope, kept):
                 new.append(kept)
         self._put(disk, scope, ids, new, received)
         return len(new)
 
-    def _put(self, disk: DiskTier, scope: Scope, ids: Ids, new: Sequence[Kept], received: Moment) -> None:
+    def _put(self, disk: DiskTier, scope: Scope, ids: Ids, new: Sequence[StoredText], received: Moment) -> None:
         folder, key = disk.folder, _key(scope)
         names = [_name(folder, kept) for kept in new]
         sealed = [(name, guard(folder, kept.pack(), named("segment", *key, name))) for name, kept in zip(names, new, strict=True)]
 
         def put(connection: sqlite3.Connection) -> None:
             gone = disk.index.deletions_in(connection, received.generation)
-            if any(done.meets(scope, ids, received.made) for done in gone):
-                self.clear(scope.namespace)  # its process let go before these were added
+            if any(done.covers_sequence(scope, ids, received.made) for done in gone):
+                self.clear(scope.namespace)  # this process applied the deletion before these were added
                 return
             first = tick(connection, len(sealed))
             connection.executemany(
@@ -102,7 +104,7 @@ class MinHashIndex:
         return self.signatures.find(scope, self.signatures.signer.sign(window), exact(ids, window))
 
     def refresh(self, scope: Scope) -> int:
-        """Learn what other processes noted since; returns how much that was. Reads the index: not for a thread that must answer."""
+        """Read the windows that other processes have added since; returns how many. Blocks on the index: not for the device's thread."""
         if (disk := self.store.disk) is None:
             return 0
         with self._lock:
@@ -113,27 +115,27 @@ class MinHashIndex:
                 del read[next(iter(read))]
         return sum(self.signatures.add(scope, kept) for kept in found)
 
-    def _rows(self, disk: DiskTier, scope: Scope, after: int) -> tuple[int, list[Kept]]:
+    def _rows(self, disk: DiskTier, scope: Scope, after: int) -> tuple[int, list[StoredText]]:
         key = _key(scope)
         sql = f"SELECT id, name, packed FROM segments WHERE {OF_SCOPE} AND id > ? ORDER BY id DESC LIMIT {MOST}"
         rows = disk.index.database.read(lambda connection: connection.execute(sql, (*key, after)).fetchall())
         found = []
         for _, name, packed in reversed(rows):
             plain = unguard(disk.folder, packed, named("segment", *key, name))
-            if plain is not None and (kept := Kept.unpack(plain)) is not None:
+            if plain is not None and (kept := StoredText.unpack(plain)) is not None:
                 found.append(kept)
         return (rows[0][0] if rows else after), found
 
-    # -- what became of proposals ----------------------------------------------------------------------------------
+    # -- after a proposal ------------------------------------------------------------------------------------------
 
-    def used(self, scope: Scope, kept: Iterable[Kept]) -> None:
-        """These were of use: they stay longest."""
+    def mark_used(self, scope: Scope, kept: Iterable[StoredText]) -> None:
+        """Count texts as used now: the least recently used rows go first."""
         sql = f"UPDATE segments SET used = ? WHERE {OF_SCOPE} AND name = ?"
         if (disk := self.store.disk) and disk.folder.writable and (values := [(*_key(scope), _name(disk.folder, one)) for one in kept]):
             disk.writer.after(lambda: disk.index.database.write(lambda c: c.executemany(sql, [(tick(c), *row) for row in values])))
 
-    def gone(self, scope: Scope, kept: Iterable[Kept]) -> None:
-        """The pages of these are not there; young ones may only be on their way to the disk."""
+    def drop_missing(self, scope: Scope, kept: Iterable[StoredText]) -> None:
+        """Drop texts whose pages are not on disk; rows younger than YOUNG_S stay, since their pages may be on their way."""
         for one in kept:
             self.signatures.drop(scope, one)
         sql = f"DELETE FROM segments WHERE {OF_SCOPE} AND name = ? AND created < ?"
@@ -144,11 +146,11 @@ class MinHashIndex:
     def clear(self, namespace: str | None = None) -> None:
         """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
         self.signatures.clear(namespace)
-        # what is noted next must not seem to be all that there is; another dict: who reads meanwhile fills the old one
+        # rows added next must not seem to be all that there are; another dict: a `refresh` that runs meanwhile fills the old one
         self._read = {scope: row for scope, row in self._read.copy().items() if namespace not in (None, scope.namespace)}
 
 
-def _name(folder: Folder, kept: Kept) -> bytes:
+def _name(folder: Folder, kept: StoredText) -> bytes:
     """Name of a window that tells nothing of its text without the store's key."""
     return blake3(kept.name, key=folder.key).digest(length=16)
 

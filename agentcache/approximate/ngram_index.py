@@ -1,6 +1,6 @@
-"""Text that kept prompts repeat: which tokens of a new prompt stand, equal token for token, anywhere in them. Knows no models.
+"""Text that repeats cached prompts: which tokens of a new prompt stand, equal token for token, anywhere in them. Knows no models.
 
-An exact index over runs of GRAM ids: every fourth place of every kept page is in it, chosen by content, so that a repeat of 64 tokens is
+An exact index over runs of GRAM ids: every fourth place of every cached page is in it, chosen by content, so that a repeat of 64 tokens is
 missed about once in a million times. Each proposal is aligned and compared token by token before it is returned.
 """
 
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def shift(self) -> int:
-        """By how many positions it moves."""
+        """Positions by which the tokens are moved."""
         return self.start - self.source
 
     @property
@@ -58,21 +58,21 @@ class Run:
 
     @property
     def precision(self) -> Precision:
-        """In how many bits it is stored."""
+        """Precision of its stored pages."""
         found = self.entries[0].scope.precision
         assert found != "approximate", "the index holds no such pages"
         return found
 
     def cut(self, start: int, stop: int) -> Run:
-        """Part of it in [start, stop)."""
+        """The part of the run within prompt tokens [start, stop)."""
         start, stop = max(start, self.start), min(stop, self.stop)
         slot = self.offset + start - self.start
         first, last = slot // PAGE_TOKENS, -(-(slot + stop - start) // PAGE_TOKENS)
         return Run(start, stop, self.entries[first:last], slot - first * PAGE_TOKENS, self.pages[first:last])
 
 
-def beside(better: Sequence[Run], others: Iterable[Run], since: int, stop: int, least: int) -> list[Run]:
-    """`better`, and what of the other runs lies between them in pieces of at least `least` tokens; in order."""
+def merge_runs(better: Sequence[Run], others: Iterable[Run], since: int, stop: int, least: int) -> list[Run]:
+    """The `better` runs, and the parts of `others` between them that have at least `least` tokens; in order, disjoint."""
     edges = [since, *(edge for run in better for edge in (run.start, run.stop)), stop]
     pieces = [
         run.cut(low, high) for run in others for low, high in zip(edges[::2], edges[1::2]) if max(low, run.start) < min(high, run.stop)
@@ -210,5 +210,5 @@ def stored_repeats(store: Store, scope: Scope, ids: Ids, since: int, least: int,
     found: list[Run] = []
     for precision in precisions:
         more = repeats(store.tree, replace(scope, precision=precision), ids, since, least)
-        found = beside(found, more, since, len(ids), least) if found else more
+        found = merge_runs(found, more, since, len(ids), least) if found else more
     return found

@@ -22,8 +22,8 @@ ASKING = 64  # last tokens of a prompt at most, whose attention counts
 
 
 @torch.inference_mode()
-def asked_for(model: HFModel, sequence: PageTable, ids: Sequence[int], steps: Sequence[Attach], regime: str, share: float) -> list[int]:
-    """Positions of the share of wholly attached tokens that the end of the prompt attends to most in the middle layer, in order.
+def most_attended(model: HFModel, sequence: PageTable, ids: Sequence[int], steps: Sequence[Attach], regime: str, share: float) -> list[int]:
+    """Positions, in order, of the attached tokens to which the prompt's end attends most in the middle layer. share: of those tokens.
 
     Leaves keys and values below that layer at positions that are computed later.
     """

@@ -22,9 +22,9 @@ from ..store.disk.index import Row
 from ..store.entry import PageQuery, common
 from ..store.keys import Ids, Scope
 from ..store.page_prefetch import PagePrefetch
-from ..store.policy import too_slow
+from ..store.policy import slow_load_ms
 from ..types import Precision, Reason, Refusal
-from .minhash import Kept, Proposal
+from .minhash import Proposal, StoredText
 from .minhash_index import MinHashIndex
 from .ngram_index import GRAM, stored_repeats
 from .windows import Window
@@ -42,7 +42,7 @@ class StoredRepeat:
     rows: tuple[Row, ...]
     ids: Ids  # of all its pages
     missing: int
-    kept: Kept
+    text: StoredText
 
     @property
     def tokens(self) -> int:
@@ -80,15 +80,15 @@ def prefetch(text: MinHashIndex, wanted: SegmentQuery, wake: Callable[[], None])
 class SegmentPrefetch:
     """Ask `pending()` until it is False, on one thread. `close()` ends it.
 
-    tokens: of the prompt, in repeats whose pages came; bytes, ms: of reading from disk, all of it. refusals: what was
-    found and not read, and why. notes: what else went wrong. wake: called from the reading thread when something is done.
+    tokens: of the prompt, in repeats whose pages were read; bytes, ms: of reading from disk, all of it. refusals: repeats that were not
+    read, and why. notes: other faults. wake: called from the reading thread when a step is done.
     """
 
-    def __init__(self, wanted: SegmentQuery, wake: Callable[[], None], signed: MinHashIndex) -> None:
-        store, tree, disk = signed.store, signed.store.tree, signed.store.disk
+    def __init__(self, wanted: SegmentQuery, wake: Callable[[], None], texts: MinHashIndex) -> None:
+        store, tree, disk = texts.store, texts.store.tree, texts.store.disk
         assert wanted.scope.precision != "approximate" and disk is not None
-        self._said = replace(wanted.scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
-        self._wanted, self._wake, self._signed, self._tree, self._disk = wanted, wake, signed, tree, disk
+        self._text_scope = replace(wanted.scope, precision="exact")  # texts are indexed as exact, whatever precision their pages have now
+        self._wanted, self._wake, self._texts, self._tree, self._disk = wanted, wake, texts, tree, disk
         self._store = store
         self._scope, self._ids, self._since, self._least = wanted.scope, wanted.ids, wanted.since, wanted.least
         self._precision: Precision = wanted.scope.precision
@@ -101,10 +101,10 @@ class SegmentPrefetch:
         self.notes: list[str] = []
         self._children: dict[bytes, list[Row]] = {}
         self._pages: dict[bytes, Row | None] = {}
-        self._chosen: list[tuple[StoredRepeat, list[StoredRepeat]]] = []  # the repeat that is read, and all that it serves
+        self._chosen: list[tuple[StoredRepeat, list[StoredRepeat]]] = []  # the repeat whose chain is read, and all repeats within it
         self._chain: PagePrefetch | None = None
         self._stop = threading.Event()
-        self._found = threading.Event()  # what is worth reading, or that nothing is
+        self._found = threading.Event()  # set once `_chosen` is final
         self._began = time.perf_counter()
         try:
             disk.submit(self._find)
@@ -112,7 +112,7 @@ class SegmentPrefetch:
             self._end(f"nothing was looked for on disk: {error}")
 
     def pending(self) -> bool:
-        """Tell whether it is worth waiting on. Never blocks for longer than a lookup."""
+        """Tell whether pages are still on their way. Never blocks for longer than a lookup."""
         if not self._done and self._found.is_set():
             try:
                 self._load()
@@ -121,7 +121,7 @@ class SegmentPrefetch:
         return not self._done
 
     def close(self) -> None:
-        """End it: no request waits any more."""
+        """Stop reading: no request waits any more."""
         self._stop.set()
         if self._chain is not None:
             self._chain.close()
@@ -147,9 +147,9 @@ class SegmentPrefetch:
             self._wake()
 
     def _repeats(self) -> list[StoredRepeat]:
-        self._signed.refresh(self._said)
-        kept = tuple(dict.fromkeys(("exact", self._precision)))  # each once
-        here = stored_repeats(self._store, self._scope, self._ids, self._since, self._least, kept)
+        self._texts.refresh(self._text_scope)
+        precisions = tuple(dict.fromkeys(("exact", self._precision)))  # each once
+        here = stored_repeats(self._store, self._scope, self._ids, self._since, self._least, precisions)
         covered = [(run.start, run.stop) for run in here]
         found = []
         for window in self._wanted.windows:
@@ -157,7 +157,7 @@ class SegmentPrefetch:
                 return []
             if window.stop <= self._since or any(start <= window.start and window.stop <= stop for start, stop in covered):
                 continue
-            for proposal in self._signed.find(self._said, self._ids, window)[:TRIED]:
+            for proposal in self._texts.find(self._text_scope, self._ids, window)[:TRIED]:
                 repeat = self._aligned(window, proposal)
                 if repeat is not None:
                     covered.append((repeat.start, repeat.stop))
@@ -167,15 +167,15 @@ class SegmentPrefetch:
 
     def _aligned(self, window: Window, proposal: Proposal) -> StoredRepeat | None:
         """The proposal as a run of equal ids, grown as far as it goes on disk."""
-        kept, ids, stop = proposal.kept, self._ids, len(self._ids) - 1
-        stored = self._under(kept.parent, kept.page)
+        text, ids, stop = proposal.text, self._ids, len(self._ids) - 1
+        stored = self._under(text.parent, text.page)
         if not stored:
-            self._signed.gone(self._said, [kept])
+            self._texts.drop_missing(self._text_scope, [text])
         if not (pages := [row for row in stored if row.precision == self._precision]):
             return None
         size = window.stop - window.start
         low, high = max(self._since, window.start - size), min(stop, window.stop + size)
-        near = slice(max(0, kept.slot - size), max(0, kept.slot + kept.tokens + size))
+        near = slice(max(0, text.slot - size), max(0, text.slot + text.tokens + size))
         best, page = max(((longest_run(row.ids[near], ids[low:high]), row) for row in pages), key=lambda found: found[0][2])
         rows = self._path(page) if best[2] else None
         if rows is None:
@@ -195,7 +195,7 @@ class SegmentPrefetch:
         if end - start < self._least:
             return None
         known = self._tree.match(self._scope, _asked(chain), peek=True).tokens
-        return StoredRepeat(start, end, rows, chain, 0 if known == len(chain) else len(rows) - known // PAGE_TOKENS, kept)
+        return StoredRepeat(start, end, rows, chain, 0 if known == len(chain) else len(rows) - known // PAGE_TOKENS, text)
 
     def _under(self, parent: bytes, place: int) -> list[Row]:
         """The pages on disk that continue a page, in this scope and in any precision."""
@@ -231,7 +231,7 @@ class SegmentPrefetch:
             compute_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token
             if spent + need > self._most_bytes:
                 self._refuse(deepest, f"{need} bytes lie before and in it on disk, {self._most_bytes - spent} may be read")
-            elif load_ms := too_slow(need, compute_ms, self._disk.read_rate):
+            elif load_ms := slow_load_ms(need, compute_ms, self._disk.read_rate):
                 self._refuse(deepest, f"reading {need} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms")
             else:
                 planned |= deepest.keys
@@ -269,12 +269,12 @@ class SegmentPrefetch:
         for repeat in served:
             if self._tree.match(self._scope, _asked(repeat.ids), peek=True).tokens == len(repeat.ids):
                 self.tokens += repeat.tokens
-                came.append(repeat.kept)
+                came.append(repeat.text)
             elif chain.refusals:
                 self._refuse(repeat, chain.refusals[-1].detail, chain.refusals[-1].reason)
             else:
                 self._refuse(repeat, "its pages were found on disk and did not stay in memory", Reason.EVICTED)
-        self._signed.used(self._said, came)
+        self._texts.mark_used(self._text_scope, came)
 
 
 def _asked(ids: Ids) -> Ids:

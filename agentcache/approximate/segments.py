@@ -25,8 +25,8 @@ from ..kv import stored_states
 from ..plan import Attach
 from ..request import Running
 from ..scheduler import Scheduler
+from ..store.deletion_log import Moment
 from ..store.entry import Match
-from ..store.heard_deletions import Moment
 from ..store.keys import Ids, Scope, as_ids
 from ..types import Layout, Precision, Reason, Refusal, Reuse, Segment, check_reuse
 from .calibrations import Calibrations, Given
@@ -35,7 +35,7 @@ from .minhash import TAU
 from .minhash_index import MinHashIndex
 from .moved_pages import attach, run_below, stored_keys
 from .ngram_index import Run, stored_repeats
-from .question_attention import asked_for
+from .question_attention import most_attended
 from .segment_prefetch import SegmentPrefetch, SegmentQuery, prefetch
 from .windows import TokenTexts, Window, windows
 
@@ -65,8 +65,7 @@ def ranges(runs: Sequence[tuple[Run, frozenset[int]]], calibration: Calibration)
 class Segments:
     """Segment reuse of one engine, from the first request on whose caller consents to it.
 
-    given: the engine's calibration, or where it lies. off: why it is switched off, empty while it is not. monitor: what would switch it
-    off.
+    given: the engine's calibration, or its path. off: why segment reuse is switched off; empty: it is on. monitor: switches it off.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Any, given: Given, model: str) -> None:
@@ -83,26 +82,26 @@ class Segments:
         """The index over text of prompts on disk; None where there is no disk, or none any more."""
         return self._text if self.store.disk else None
 
-    def _sign(self, tau: float | None) -> None:
-        """Keep signatures of what prompts say from now on, where there is a disk. tau: None for the present one."""
+    def _open_index(self, tau: float | None) -> None:
+        """Open the index over text of prompts, where there is a disk, or lower its `tau`. None: the present one."""
         if self._text is not None and tau is not None:
             self._text.retune(tau)
         elif self._text is None and self.store.disk is not None:
             self._text = MinHashIndex(self.store, tau or TAU)
 
-    def note(self, layout: Layout, scope: Scope, received: Moment) -> None:
-        """Index the text of a pinned prefix: later processes, and requests once it has left memory, find it at other positions."""
+    def index_text(self, layout: Layout, scope: Scope, received: Moment) -> None:
+        """Index the text of a pinned prefix: later processes, and requests after its eviction from memory, find it at other positions."""
         if self.text is not None:
-            self.text.note(scope, as_ids(layout.ids), windows(layout, partial(self._texts, namespace=scope.namespace)), received)
+            self.text.add(scope, as_ids(layout.ids), windows(layout, partial(self._texts, namespace=scope.namespace)), received)
 
     def _switch_off(self, why: str) -> None:
         self.off = why
-        self.store.clear(grade="approximate")  # no request takes them any more
+        self.store.clear(grade="approximate")  # pages after segments: no request takes them any more
 
     def calibrate(self, given: Calibration | None = None, adapter: Adapter | None = None) -> Sequence[Calibration]:
-        """Prepare model and store for the calibrations of what answers, or one request's; CalibrationError where there is none.
+        """The calibrations of the base or an adapter, or the one given, with model and store prepared for them.
 
-        Empty if the model cannot be paged: there is nothing to attach.
+        Empty if the model cannot be paged: there is nothing to attach. CalibrationError: there is none.
         """
         model = self.runner.model
         if given is not None and not isinstance(given, Calibration):
@@ -116,12 +115,12 @@ class Segments:
         known = self._calibrations.of(model.fingerprint.whole, given, adapter, dict(model.adapters))
         for one in known:
             model.keep_boundaries(one.boundaries, f"segments {one.adapters} {'given' if given else ''}")  # beside the engine's own
-        self._sign(None if given else known[0].tau)
+        self._open_index(None if given else known[0].tau)
         return known
 
     def begin(self, running: Running, consent: Reuse | Calibration | None = None) -> SegmentReuse | None:
-        """Prepare a request, in the caller's thread. consent: its own, perhaps with a calibration; None: that of its engine, under which
-        an adapter without one is computed."""
+        """Prepare a request, in the caller's thread. consent: the request's own, perhaps a calibration; None: its engine's, under which an
+        adapter without a calibration takes no segments (returns None)."""
         asked, given = running.asked, None if isinstance(consent, str) else consent
         try:
             calibrations = self.calibrate(given, asked.adapter)
@@ -140,10 +139,10 @@ class Segments:
 
 
 class SegmentReuse:
-    """Segment reuse of one request (agentcache.attached_ranges). calibrations: by whose pages it may take; none once it is computed
-    instead. calibration: that of the pages it takes.
+    """Segment reuse of one request (agentcache.attached_ranges). calibrations: those it may use, one for each source of pages; none once
+    it is computed instead. calibration: the one in use.
 
-    windows: the new text of its prompt, until stored pages that say the same were asked for; noted: the same afterwards.
+    windows: the new text of its prompt, until the disk was searched for it; `_searched`: the same text afterwards.
     """
 
     def __init__(self, owner: Segments, running: Running, calibrations: Sequence[Calibration]) -> None:
@@ -151,13 +150,13 @@ class SegmentReuse:
         self.admitted_tokens = 0
         self._calibrations, self.calibration = calibrations, calibrations[0]
         self.windows: Sequence[Window] = ()
-        self._noted: Sequence[Window] = ()
+        self._searched: Sequence[Window] = ()
         self._owner, self._running = owner, running
         self._model, self._store = owner.runner.model, owner.store
         self._steps: list[Attach] = []
         self._kernels: list[frozenset[str]] = []
         self._segments: list[Segment] = []
-        self._asked: list[int] = []  # positions that the question attends to most
+        self._attended: list[int] = []  # positions that the question attends to most
         self._prefetch: SegmentPrefetch | None = None
 
     @property
@@ -175,7 +174,7 @@ class SegmentReuse:
     def _near(self, scope: Scope) -> list[tuple[int, Calibration]]:
         """Count the tokens of the prompt in memory after segments, under each calibration; empty if it takes no such pages."""
         ids, known = self._running.covered_ids, () if self._owner.off else self._calibrations
-        return [(self._store.match(near_scope(scope, one), ids, peek=True).tokens, one) for one in known]
+        return [(self._store.match(approximate_scope(scope, one), ids, peek=True).tokens, one) for one in known]
 
     def known_tokens(self, scope: Scope) -> int:
         """Count the tokens of a waiting prompt that are in memory, exact or as near as the request accepts."""
@@ -190,7 +189,7 @@ class SegmentReuse:
         stored: Precision = disk.written if (disk := self._store.disk) else "exact"
         text = self._owner.text
         if self._prefetch is None and text is not None and stored in calibration.precisions:
-            known, least, scope = self.known_tokens(scope), calibration.least, replace(source(scope, calibration), precision=stored)
+            known, least, scope = self.known_tokens(scope), calibration.least, replace(source_scope(scope, calibration), precision=stored)
             ids = self._attachable(calibration)
             wanted = tuple(window for window in self.windows if window.stop <= len(ids))
             self._prefetch = prefetch(text, SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
@@ -198,7 +197,7 @@ class SegmentReuse:
             if reading.pending():
                 return True
             self._running.account.record_prefetch(reading.ms, reading.bytes, reading.refusals, reading.notes)
-        self._noted, self.windows = self.windows, ()
+        self._searched, self.windows = self.windows, ()
         return False
 
     def match(self, scope: Scope, tokens: int) -> Match | None:
@@ -206,7 +205,7 @@ class SegmentReuse:
         longest, calibration = max(self._near(scope), key=itemgetter(0), default=(0, self.calibration))
         if longest <= tokens:
             return None
-        near = near_scope(scope, calibration)
+        near = approximate_scope(scope, calibration)
         found = self._store.match(near, self._running.covered_ids)
         if found.tokens <= tokens:
             return None
@@ -214,7 +213,7 @@ class SegmentReuse:
         return found
 
     def propose(self, prefix_tokens: int, below: Match | None) -> Sequence[Attach]:
-        """Ranges after the prefix that may be attached, of whose pages most can be; none if they spare no more than `below` does."""
+        """Ranges after the prefix to attach, from the source that has most of them; none if they spare no more than `below` does."""
         running = self._running
         if not self._calibrations or running.scope is None:
             return ()
@@ -238,9 +237,9 @@ class SegmentReuse:
         return self._steps
 
     def _runs(self, calibration: Calibration, since: int) -> list[Run]:
-        """Find what of the prompt after so many tokens is repeated in the pages that a calibration is about."""
+        """Runs of the prompt after its first `since` tokens that repeat cached pages of a calibration's source."""
         assert self._running.scope is not None
-        ids, scope = self._attachable(calibration), source(self._running.scope, calibration)
+        ids, scope = self._attachable(calibration), source_scope(self._running.scope, calibration)
         return stored_repeats(self._store, scope, ids, since, calibration.least, calibration.precisions)
 
     def _attachable(self, calibration: Calibration) -> Ids:
@@ -261,17 +260,18 @@ class SegmentReuse:
             return
         assert isinstance(running.sequence, PageTable) and running.scope is not None
         held = bool(calibration.probe or (calibration.share and self._model.stepped))
-        attach(self._model, running.sequence, self._steps, running.scope.regime, held)
+        regime = running.scope.regime
+        attach(self._model, running.sequence, self._steps, regime, held)
         if calibration.choice == "question" and calibration.share and self._model.stepped:
-            self._asked = asked_for(self._model, running.sequence, running.ids.all, self._steps, running.scope.regime, calibration.share)
+            self._attended = most_attended(self._model, running.sequence, running.ids.all, self._steps, regime, calibration.share)
         running.account.record_segments(tuple(self._segments))
-        self.scope = near_scope(running.scope, calibration)
+        self.scope = approximate_scope(running.scope, calibration)
         self.advance()
 
     def advance(self) -> None:
-        """If a junction is reached, look at it and go on: with the segment, with less of it, or without.
+        """Check the junction that was reached, if one was, and go on: with the segment, with less of it, or without it.
 
-        Where no segment is left and all before it is exact, all that follows is.
+        If no segment is left and the sequence is exact so far, it is exact from here on.
         """
         running, calibration = self._running, self.calibration
         while isinstance(running.sequence, PageTable) and (junction := running.sequence.junction) is not None:
@@ -298,7 +298,7 @@ class SegmentReuse:
         return "" if found <= bound else f"keys of its recomputed head differ by {found:.3f} from the stored ones, allowed are {bound:.3f}"
 
     def _repair(self, sequence: PageTable, spans: list[Ahead], calibration: Calibration) -> list[Ahead]:
-        """The spans without the whole tokens that are chosen to be computed again."""
+        """The spans without the tokens that are chosen to be computed again."""
         running = self._running
         left: list[Ahead] = []
         for span in spans:
@@ -319,7 +319,7 @@ class SegmentReuse:
         """Positions of a whole span that are computed again, in order."""
         running = self._running
         if calibration.choice == "question":
-            return [place for place in self._asked if span.start <= place < span.stop]
+            return [place for place in self._attended if span.start <= place < span.stop]
         if not (count := round(calibration.share * (span.stop - span.start))):
             return []
         assert running.scope is not None
@@ -329,18 +329,18 @@ class SegmentReuse:
     # -- choosing and ending ---------------------------------------------------------------------------------------
 
     def doubt(self, logits: torch.Tensor) -> str:
-        """Say why the next choice is too close to be made after moved text, which may have tipped it; empty if it is not."""
+        """Say why the next choice is too close to be made after moved text, which may have decided it; empty if it is clear."""
         running, decoding = self._running, self._running.decoding
         margin = self.calibration.margin if self._calibrations and self.scope and not decoding.forced else 0.0
         if not margin or (gap := decoding.sampler.gap(logits, running.ids.all)) >= margin:
             return ""
-        return f"first choices behind token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
+        return f"first choices after token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
 
     def refusal(self) -> Refusal:
-        """Say since when the sequence is not exact."""
+        """The refusal of all tokens after the exact ones."""
         running = self._running
         exact = running.sequence.exact_until if running.sequence else 0
-        detail = "behind segments from other positions: near the exact values, not equal"
+        detail = "after segments from other positions: near the exact values, not equal"
         return Refusal(Reason.APPROXIMATE, exact, len(running.ids), detail)
 
     def detach(self, for_good: bool = False) -> None:
@@ -351,29 +351,29 @@ class SegmentReuse:
         self._calibrations = () if for_good else self._calibrations
 
     def answered(self) -> None:
-        """Index the exactly cached text of the prompt: later processes can find it. Perhaps the monitor computes the request again."""
+        """Index the exactly cached text of the prompt for later processes, and let the drift monitor sample the request."""
         running, kept = self._running, self._running.admitted_tokens
         if self.scope is not None and self._calibrations:
-            self._owner.monitor.consider(running, self.calibration)
+            self._owner.monitor.sample(running, self.calibration)
         if isinstance(running.sequence, PageTable) and running.scope and kept and (text := self._owner.text):
-            known = [window for window in self._noted if window.stop <= min(kept, running.asked.prompt_tokens)]
-            text.note(running.scope, running.ids.array(kept), known, running.received)
+            known = [window for window in self._searched if window.stop <= min(kept, running.asked.prompt_tokens)]
+            text.add(running.scope, running.ids.array(kept), known, running.received)
 
     def close(self) -> None:
-        """End the way of its pages from disk."""
+        """Stop reading pages from disk."""
         if self._prefetch is not None:
             self._prefetch.close()
 
 
-def near_scope(scope: Scope, calibration: Calibration) -> Scope:
-    """Under which scope the pages that were computed after segments lie.
+def approximate_scope(scope: Scope, calibration: Calibration) -> Scope:
+    """The scope of pages that were computed after segments.
 
-    Each repair has its own, as each rotary regime has: what one calibration lets pass may be too far off for another.
+    Each repair has its own, as each rotary regime has: pages that keep one calibration's bounds may break another's.
     """
     return replace(scope, precision="approximate", regime=f"{scope.regime} {calibration.repair}")
 
 
-def source(scope: Scope, calibration: Calibration) -> Scope:
+def source_scope(scope: Scope, calibration: Calibration) -> Scope:
     """The scope of the pages that segments are taken from."""
     return replace(scope, fingerprint=calibration.lent or scope.fingerprint)
 

@@ -110,7 +110,7 @@ def _switches(engine: Engine, tools: Any, kind: str, first: int, options: Option
 
     for repeat in range(options.repeats):
         say(f"{kind}: repeat {repeat + 1} of {options.repeats}")
-        engine.store.let_go(Deletion(fingerprint=f"+{digest}"))
+        engine.store.drop_deleted(Deletion(fingerprint=f"+{digest}"))
         asked = [prompt_of(engine, tools, first + 5 * repeat + at, options.tail)[0] for at in range(5)]  # none twice: all is new to all
         logits.clear()
         one("base_hit", asked[0], None)

@@ -66,7 +66,7 @@ def resident(engine: Engine, namespace: str, ids: Seq[int]) -> Sequence:
     assert engine.model.spec is not None
     scope = scope_of(engine, namespace, len(ids))
     found = engine.store.match(scope, as_ids(ids))
-    sequence = Sequence(engine.model.spec, state=engine.model.begin())
+    sequence = Sequence(engine.model.spec, state=engine.model.new_state())
     tokens = found.tokens if sequence.state is None else last_checkpoint(found.pages, found.tokens)
     sequence.attach(list(found.pages), tokens)
     return sequence
@@ -85,6 +85,6 @@ def floor(engine: Engine, namespace: str, ids: Seq[int], prefix: int) -> tuple[T
     assert outcome.logits is not None
     token = int(outcome.logits.argmax())
     stamp = time.perf_counter()
-    sequence.withdraw(prefix)  # the group's own last page may have been claimed: leave it as it was
+    sequence.truncate(prefix)  # the group's own last page may have been claimed: leave it as it was
     sequence.close()
     return timed(began, [stamp], [token]), outcome.logits

@@ -90,7 +90,7 @@ def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | 
     import torch
 
     from ..bench.environment import machine, versions
-    from ..model.machine import describe
+    from ..model.machine_report import describe
 
     accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     report: dict[str, Any] = {

@@ -121,7 +121,7 @@ class Adapter:
     def refresh(self, known: Fingerprint | None) -> None:
         """Bind to the weights of now, before a forward: an edit of the base's changes DoRA's gains. known: sees what torch does not."""
         weights = [module.weight for _, module in self._modules]
-        state = (known.known if known else "", *((id(w), 0 if w.is_inference() else w._version, w.data_ptr()) for w in weights))
+        state = (known.last_digest if known else "", *((id(w), 0 if w.is_inference() else w._version, w.data_ptr()) for w in weights))
         self._seen = set()
         if state != self._state:
             with torch.inference_mode():

@@ -48,8 +48,8 @@ def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
         yield from (hook for hook in list(hooks.values()) if not (getattr(hook, "__module__", None) or "").startswith(_OWN))
 
 
-def exchanged(module: torch.nn.Module) -> bool:
-    """Whether our own forward stands in a module, before that of its class."""
+def has_our_forward(module: torch.nn.Module) -> bool:
+    """Whether a module's forward was replaced by ours (mixer_kernels.py)."""
     return (getattr(module.__dict__.get("forward"), "__module__", None) or "").startswith(_OWN)
 
 
@@ -63,7 +63,7 @@ def settings(module: torch.nn.Module, written: Collection[str] = ()) -> dict[str
         name: value
         for name, value in list(own.items())
         if name not in INTERNAL and name not in IRRELEVANT and name not in written and not (library and name.startswith("_"))
-        and not (name == "forward" and exchanged(module))
+        and not (name == "forward" and has_our_forward(module))
         and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not hasattr(value, "to_dict")
     }  # fmt: skip
 
@@ -90,7 +90,8 @@ class Code:
 
 
 def traits(module: torch.nn.Module, names: Names, code: Code, written: Collection[str] = ()) -> str:
-    """All but tensors, and but what it writes itself, by which one module computes; the order of its children. code: grows."""
+    """Everything but tensors by which one module computes, in words, and the order of its children. written: attributes left out, which its
+    forward writes. code: grows."""
     hooks = [f"{getattr(hook, '__qualname__', '')} {names.of(hook)}" for hook in foreign_hooks(module)]
     wrapped = describe(found, names) if (found := wrapped_weights.settings(module)) else ""
     return f"{code.of(type(module), names)} {hooks} {list(module._modules)} {describe(settings(module, written), names)}{wrapped}"
@@ -111,8 +112,8 @@ def _code_of(kind: type[torch.nn.Module], names: Names, spaces: dict[str, str]) 
     return blake3("\n".join(told).encode()).hexdigest(16)
 
 
-def own_words(modules: Iterable[torch.nn.Module], names: Names, written: Mapping[torch.nn.Module, Collection[str]]) -> str:
-    """The modules of users' own classes in words, with what their code names and their attributes hold."""
+def user_classes(modules: Iterable[torch.nn.Module], names: Names, written: Mapping[torch.nn.Module, Collection[str]]) -> str:
+    """Modules of users' own classes in words: their code, the globals that it names, and their attributes."""
     own = [module for module in modules if foreign_class(type(module))]
     code = Code()
     return " ".join(f"{code.of(type(module), names)} {describe(settings(module, written.get(module, ())), names)}" for module in own)
@@ -124,14 +125,14 @@ def patched_functions() -> dict[str, Any]:
     return {name: value for name, value in list(found) if isinstance(value, types.FunctionType) and root(value.__module__) != "torch"}
 
 
-def everywhere(names: Names) -> str:
-    """The hooks that torch calls for every module, its switches, and patches of its functions."""
+def global_settings(names: Names) -> str:
+    """The process's settings in words: hooks that torch calls for every module, its switches, and patches of its functions."""
     hooks = [hook for name in EVERY_MODULE for hook in getattr(torch_module, name).values()]
     return f"{[names.of(hook) for hook in hooks]} {switches()} {describe(patched_functions(), names)}"
 
 
 def _precisions() -> tuple[str, ...]:
-    """In what products of fp32 are computed. torch has two ways to set it, and reading by the old one fails once the new one was used."""
+    """The precisions of fp32 products. torch has two ways to set them, and reading by the old one fails once the new one was used."""
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):  # before torch 2.9
         return torch.get_float32_matmul_precision(), str(backends.cuda.matmul.allow_tf32)
@@ -172,9 +173,9 @@ def refuse_activated(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def foreign(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether code takes part that is not ours, torch's, transformers' or PEFT's LoRA of a product: nobody saw the bits of its rows."""
+    """Whether code takes part that is not ours, torch's, transformers' or PEFT's LoRA of a product: its rows may be impure."""
     for module in modules:
-        forward = type(module).forward if exchanged(module) else module.__dict__.get("forward", type(module).forward)
+        forward = type(module).forward if has_our_forward(module) else module.__dict__.get("forward", type(module).forward)
         source = getattr(forward, "__globals__", {}).get("__name__", "")
         lora = source.startswith("peft.tuners.lora") and type(module).__name__ != "Embedding"  # whose product is no linear layer's
         if not lora and root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache"):

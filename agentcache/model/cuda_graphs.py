@@ -58,7 +58,7 @@ class Graphs:
         It writes the parts' keys and values. forward: what is captured; stepped: whether that is our own loop.
         """
         token, size = batch.token, None if self._spoilt else self._size(batch, wanted)
-        if size is None or token is None or token.tensors_moved() or token.hooked() or token.relocated():
+        if size is None or token is None or token.tensors_changed() or token.hooked() or token.relocated():
             return None
         if token is not self._token:
             self._graphs.clear()

@@ -20,7 +20,7 @@ _STOCK = ("eager", "grouped_mm", "batched_mm")  # implementations that ours can 
 
 
 def adopt(model: Any, config: Any) -> str | None:
-    """Make a model's modules call our experts; the implementation they called before, None if they go on with that."""
+    """Make a model's modules call our experts; returns the implementation that they called before, None if they still do."""
     before: str = config._experts_implementation
     if before not in _STOCK:
         return None

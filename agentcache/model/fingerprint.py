@@ -49,8 +49,8 @@ class Fingerprint:
     where they meet a sample of each tensor's values. State inside a hook, and what a module writes in its own forward, is not seen: call
     `invalidate`. Safe to use from many threads.
 
-    known: the digest of the last look. refusal: why nothing that is computed now can be reused, empty if it can. foreign: code takes part
-    whose rows nobody has examined.
+    last_digest: `whole` at the last look. refusal: why nothing that is computed now can be reused, empty if it can. foreign: whether code
+    takes part that is not ours, torch's, transformers' or PEFT's.
     """
 
     def __init__(self, model: Any, kernel: str, layout: str = "") -> None:
@@ -65,7 +65,7 @@ class Fingerprint:
         self._learned = 0  # attempts since a forward left everything as it was
         self._layers: tuple[str, ...] = ()
         self.token: StateToken | None = None
-        self.known = ""
+        self.last_digest = ""
         self.refusal = ""
         self.foreign = False
         self.hashed_bytes = 0
@@ -80,12 +80,12 @@ class Fingerprint:
     def whole(self) -> str:
         """The digest of the last layer: what whole pages need. Empty while weights do not rest."""
         self._look(sampled=False)
-        return self.known
+        return self.last_digest
 
     def sampled(self) -> str:
         """`whole`, after a look at a sample of all values, too. 3 ms for 28 layers after a forward."""
         self._look(sampled=True)
-        return self.known
+        return self.last_digest
 
     def invalidate(self) -> None:
         """Declare that weights changed in a way that cannot be noticed."""
@@ -95,16 +95,16 @@ class Fingerprint:
             self._written, self._learned = WeakKeyDictionary(), 0
             self.token = None
 
-    def moved(self, token: StateToken | None) -> bool:
-        """Whether the model is not what it was at this token, after a forward. Looks at everything where code of others takes part."""
+    def changed_since(self, token: StateToken | None) -> bool:
+        """Whether the model is not what it was at this token, after a forward. Looks at everything if `foreign` code takes part."""
         if token is None or self.token is not token:
             return True
-        moved = token.moved() if self.foreign else token.tensors_moved()
-        self._learned = self._learned if moved else 0
-        return moved
+        changed = token.changed() if self.foreign else token.tensors_changed()
+        self._learned = self._learned if changed else 0
+        return changed
 
     def learn(self, rehearse: Callable[[int], Any]) -> None:
-        """Find out what the model's own forward writes, after one that moved it: the next token and digests leave it out.
+        """Find out what the model's own forward writes, after one that changed it: the next token and digests leave it out.
 
         rehearse(tokens): run a forward by itself. What changes in each of them and never between them is the forward's own. A tensor that
         is written so refuses reuse, and so does a model that goes on moving.
@@ -147,16 +147,16 @@ class Fingerprint:
     def _look(self, sampled: bool) -> None:
         with self._lock:
             token = self.token
-            if token is not None and not token.moved() and not (sampled and token.edited()):
+            if token is not None and not token.changed() and not (sampled and token.edited()):
                 return
             if token is None or token.edited_silently():
                 self._forget()
             for _ in range(TRIES):
                 token = self._hashed()
-                if not token.moved() and not token.edited():
+                if not token.changed() and not token.edited():
                     self.token = token
                     return
-            self.token, self._layers, self.known = None, (), ""
+            self.token, self._layers, self.last_digest = None, (), ""
             self.refusal = f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed"
 
     def _forget(self) -> None:
@@ -189,7 +189,7 @@ class Fingerprint:
         behaviour.refuse_activated(token.modules)
         if (build := self._build()) != self._built:
             raise ModelError(f"the model has become {build!r}, its engine was made for {self._built!r}: make another engine of it")
-        if self.token is None or self.token.code_moved():
+        if self.token is None or self.token.code_changed():
             self._code = behaviour.Code()
         self._code = self._code.of_libraries()
         model, decoder = self._model, decoder_of(self._model)
@@ -203,7 +203,7 @@ class Fingerprint:
             self._absorb(running, layer.named_modules())
             digests.append(running.hexdigest(16))
         self._names.end()
-        self._layers, self.known = tuple(digests), digests[-1]
+        self._layers, self.last_digest = tuple(digests), digests[-1]
         self.foreign = behaviour.foreign(token.modules)
         self._learned = self._learned if self.foreign else 0
         self.refusal = self._refusal(token)
@@ -215,7 +215,7 @@ class Fingerprint:
 
     def _base(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
-        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.everywhere(self._names)]
+        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.global_settings(self._names)]
         parts += [transformers.__version__, torch.__version__, *self._kernels]
         return "\0".join([*parts, *self._built])
 

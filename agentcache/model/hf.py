@@ -46,7 +46,7 @@ class HFModel:
 
     spec: shape of its KV, None if it cannot be paged, and so is fingerprint. rotary: tables of its angles, None where each layer makes its
     own. unrotated: layers whose keys have no position (NoPE), None if keys cannot be re-indexed. numerics: kernels and paddings in use.
-    context_tokens: longest sequence. threads: how many compute, and how many were asked for. weights: "int8" if they are of `int8.py`.
+    context_tokens: longest sequence. threads: how many compute, and how many were asked for. weights: "int8" if int8.py quantized them.
     adapters: those that were added, by digest.
     """
 
@@ -129,7 +129,7 @@ class HFModel:
         """Whether calls are held to their tools' schemas: as wanted, or as the generation config says (an own key, for small models)."""
         return bool(getattr(self.model.generation_config, "strict_calls", False)) if wanted is None else wanted
 
-    def begin(self) -> RecurrentState | None:
+    def new_state(self) -> RecurrentState | None:
         """The state of recurrent layers before the first token; None if the model has no such layers."""
         joins = self.support.joins and not (self.fingerprint and self.fingerprint.foreign)
         if self.spec is None or not self.spec.recurrent:
@@ -138,8 +138,8 @@ class HFModel:
 
         return RecurrentState(self.config, joins, self.support.unit)
 
-    def ways(self) -> list[Attention]:
-        """How each layer attends, of a model that runs transformers' own modules and is idle."""
+    def attentions(self) -> list[Attention]:
+        """How each layer attends, found by a forward of one token; only for a model that runs transformers' own modules, and is idle."""
         return [layer.how for layer in self._watched(0) if layer.value_width]
 
     @property
@@ -151,7 +151,7 @@ class HFModel:
         return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, {pieces}"
 
     def keep_boundaries(self, layers: tuple[int, ...], owner: str = "segments") -> None:
-        """Keep the inputs of these layers, and of those that other owners want, with pages computed from now on, if layers are stepped."""
+        """Keep the inputs of these layers, and of those that other owners want, with new pages, if layers are stepped."""
         self._boundaries[owner] = layers
         layers = tuple(sorted(set().union(*self._boundaries.values())))
         if self.spec is not None and self.spec.boundaries != layers and self.stepped:
@@ -176,7 +176,7 @@ class HFModel:
             self._shape = steps.Shape(self.model) if self.rotary.dims == dim else None
         if not self.stepped and (why := self._refusal(decoder)):
             self.support, self.spec, self.rotary, self.unrotated = replace(self.support, paged=False, why=why), None, None, None
-            return self._give_back(1)
+            return self._undo_changes(1)
         assert self.numerics is not None
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self.layout)
         by_length = any(changes_by_length(getattr(module, "rope_type", None)) for module in self.model.modules())
@@ -194,7 +194,7 @@ class HFModel:
             return f"its proof failed: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
 
     def _discover(self, decoder: Any) -> str:
-        """Find out what the layers keep, and prove that it can be reused; why not, if it cannot."""
+        """Find out what the layers keep, and prove that it can be reused. Returns why it cannot, "" if it can."""
         from .indexers import Indexers
         from .latents import Latents
         from .proof import proven
@@ -204,7 +204,7 @@ class HFModel:
             return "it was compiled in place: pass the model before its compile()"
         if not layers_name(decoder):
             return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
-        self._adopt()
+        self._use_our_attention()
         latents, indexers = Latents(decoder), Indexers(decoder)
         self._restore += [latents.remove, indexers.remove]
         places = [self._watched(place) for place in _PLACES]
@@ -247,7 +247,7 @@ class HFModel:
         finally:
             running.watched = None
 
-    def _adopt(self) -> None:
+    def _use_our_attention(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
         from . import attention_interface
 
@@ -270,7 +270,7 @@ class HFModel:
             self.mixers = Mixers(self.decoder, self.device.type == "cpu" and jit.compiler() is not None)
             self._restore.append(self.mixers.remove)
 
-    def _give_back(self, but: int = 0) -> None:
+    def _undo_changes(self, but: int = 0) -> None:
         """Undo changes of the owner's model, the last one first, all but the first `but`."""
         while len(self._restore) > but:
             self._restore.pop()()
@@ -283,7 +283,7 @@ class HFModel:
         held.remove(ref(self))
         if later:
             later[0]._restore[:0], self._restore = self._restore, []
-        self._give_back()
+        self._undo_changes()
 
     @torch.inference_mode()
     def forward(
@@ -292,7 +292,7 @@ class HFModel:
         """Run packed ids [tokens] of `parts` and return logits [len(wanted), vocab] in fp32 of the wanted rows.
 
         Writes the keys and values of every token into the parts' pages; the caller advances the sequences. Parts that come in at a layer
-        stand behind the others, the lowest first; these need stepped layers. So does stopping behind the first `layers`, which returns the
+        stand after the others, the lowest first; these need stepped layers. So does stopping after the first `layers`, which returns the
         normalised hidden states there, [len(wanted), hidden].
         """
         numerics = self.numerics
@@ -329,7 +329,7 @@ class HFModel:
         return hidden if layers is not None else steps.head(self.model, hidden, batch)
 
     def _by_modules(self, batch: Batch, ids: torch.Tensor, positions: torch.Tensor, tables: Any, wanted: Any) -> torch.Tensor:
-        self._adopt()
+        self._use_our_attention()
         running = self._interface.running
         running.batch, running.tables, running.layers, running.latent = batch, tables, 0, None
         running.config, running.slots = self.config, self._slots
@@ -372,13 +372,13 @@ class HFModel:
 
     @cached_property
     def _heads(self) -> int:
-        """The number of heads of queries; of keys, where the config says another one for each layer."""
+        """The number of query heads; of key heads, where the config has another number for each layer."""
         with suppress(RuntimeError, AttributeError):
             return int(self.config.num_attention_heads)
         return self.spec.kv_heads if self.spec is not None else 1
 
     def flops(self, tokens: int) -> float:
-        """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
+        """FLOPs of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
         if self.spec is None:
             return 0.0
         pairs = tokens * (tokens + 1)
@@ -386,7 +386,7 @@ class HFModel:
 
     @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any, adapter: Any = None, start: int = 0) -> tuple[torch.Tensor, Any]:
-        """transformers' own forward for one sequence: new ids [tokens] behind `state` -> last logits [vocab] in fp32, grown state.
+        """transformers' own forward for one sequence: new ids [tokens] after `state` -> last logits [vocab] in fp32, grown state.
 
         state: None at first, then what was returned: transformers' cache, or all ids so far where a model's state has no such object.
         adapter: it acts on tokens from position `start` of the sequence on.

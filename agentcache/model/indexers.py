@@ -123,7 +123,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _call(batch: Batch, part: Part, given: dict[str, Any]) -> dict[str, Any]:
-    """What the module is given for the rows of one part, but for its cache."""
+    """The module's arguments for the rows of one part, without its cache."""
     own, stop = {name: _rows(value, part, batch.rows) for name, value in given.items()}, part.start + part.count
     at = torch.arange(stop, device=given["hidden_states"].device)
     visible = ~Attention(1.0).hidden(at[part.start :, None], at[None])[None]
@@ -131,7 +131,7 @@ def _call(batch: Batch, part: Part, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(value: Any, part: Part, rows: int) -> Any:
-    """The rows of one part, of whatever has so many: their products are computed for all parts at once."""
+    """The rows of one part, of an argument that has `rows` rows; their products are computed for all parts at once."""
     if isinstance(value, tuple):
         return tuple(_rows(one, part, rows) for one in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -59,7 +59,7 @@ class _Expand:
 
 
 class Latent:
-    """Latents [1, 1, tokens, rank] and rotated keys [1, 1, tokens, rotated] of one call of attention. pair: its keys and values."""
+    """Latents [1, 1, tokens, rank] and rotated keys [1, 1, tokens, rotated] of one call of attention. pair: (keys, values) over them."""
 
     def __init__(self, module: Any, latent: torch.Tensor, rotated: torch.Tensor) -> None:
         self._module, self.pair = module, (torch.cat([rotated, latent], -1), latent)

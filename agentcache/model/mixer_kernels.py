@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .attention_interface import running
-from .behaviour import exchanged
+from .behaviour import has_our_forward
 from .description import root
 from .kernels import recurrence
 from .kernels.dispatch import elementwise
@@ -151,7 +151,7 @@ def remove(module: nn.Module) -> None:
         _owners[module] = left
         return
     del _owners[module]
-    if exchanged(module):
+    if has_our_forward(module):
         del module.forward
 
 

@@ -32,11 +32,10 @@ MAX_ROWS = 512  # larger products are never made, so purity is never needed beyo
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What the probe found. Equal digests on equal weights mean equal bits.
+    """Kernels and paddings of this machine, as the probe found them. Equal digests on equal weights mean equal bits.
 
-    rows, query_rows: multiples to which rows of linear layers and of attention are padded.
-    widen: 16-bit attention is computed in fp32. compiled: attention is (paged_attention.py). pure: row purity holds with these
-    paddings.
+    rows, query_rows: multiples to which rows of linear layers and of attention are padded. widen: whether 16-bit attention is computed in
+    fp32. compiled: whether attention is compiled (paged_attention.py). pure: whether row purity holds with these paddings.
     """
 
     kernel: Kernel
@@ -204,7 +203,6 @@ def probe(
 ) -> Numerics:
     """Find kernel, safe paddings and digest for linear layers of these input widths and heads with keys and values of these widths.
 
-    plain: as of Attention, of all layers: products of the library compute others in fp32. Takes up to 200 ms, is
-    remembered for the process per thread count and shape.
+    plain: `Attention.plain` of all layers; others are computed in fp32 by the library. Takes up to 200 ms, once per threads and shapes.
     """
     return _probe(dtype, device, tuple(sorted(set(widths))), heads, tuple(sorted(set(head_dims))), plain, torch.get_num_threads())

@@ -23,7 +23,7 @@ from ..kv import Sequence
 from ..kv_spec import KVSpec
 from .attention import Part
 from .attention_interface import shadow
-from .behaviour import exchanged, foreign_hooks, own_words
+from .behaviour import foreign_hooks, has_our_forward, user_classes
 from .description import Names
 from .kernels.object_cache import Objects
 from .numerics import Numerics
@@ -81,7 +81,7 @@ class Provable(Protocol):
         """Kernels and paddings."""
         ...
 
-    def begin(self) -> LiveState | None:
+    def new_state(self) -> LiveState | None:
         """States before the first token."""
         ...
 
@@ -90,7 +90,7 @@ class Provable(Protocol):
         ...
 
     def flops(self, tokens: int) -> float:
-        """Count those of a prompt."""
+        """FLOPs of a prompt."""
         ...
 
     def forward(self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int]) -> torch.Tensor:
@@ -113,7 +113,7 @@ def proven(model: Provable, window: int) -> tuple[Verdict, bool]:
 
 def _source(model: Provable) -> str | None:
     """All that decides the verdict but the weights; None if some of it has no text: patched modules, hooks."""
-    if any(foreign_hooks(model.model)) or any("forward" in vars(m) and not exchanged(m) for m in model.model.modules()):
+    if any(foreign_hooks(model.model)) or any("forward" in vars(m) and not has_our_forward(m) for m in model.model.modules()):
         return None
     classes = {name: type(module) for name, module in model.model.named_modules()}
     files = sorted({getattr(sys.modules.get(kind.__module__), "__file__", None) or "" for kind in classes.values()})
@@ -131,7 +131,7 @@ def _source(model: Provable) -> str | None:
         numerics,
     ]
     named = [f"{name} {kind.__qualname__}" for name, kind in classes.items()]  # a file may hold several
-    own = own_words(model.model.modules(), Names(), {})
+    own = user_classes(model.model.modules(), Names(), {})
     return "\n".join([torch.__version__, transformers.__version__, *kinds, *code, *named, own])
 
 
@@ -236,7 +236,7 @@ def _run(
     end and have checkpoints, of a model with states.
     """
     assert model.spec is not None
-    sequence = Sequence(model.spec, state=model.begin(), cuts=tuple(cuts), marks=frozenset(cuts))
+    sequence = Sequence(model.spec, state=model.new_state(), cuts=tuple(cuts), marks=frozenset(cuts))
     logits, regime = [], model.regime(stops[-1] if whole is None else whole) or ""
     for start, stop in zip([0, *stops], stops, strict=False):
         sequence.reserve(stop - start)
@@ -244,7 +244,7 @@ def _run(
         logits.append(model.forward(ids[start:stop], [Part(sequence, start, stop - start)], [regime], rows))
         sequence.advance(stop - start)
         if restart and sequence.state is not None:
-            states, sequence.state = sequence.state.copy(), model.begin()
+            states, sequence.state = sequence.state.copy(), model.new_state()
             assert sequence.state is not None
             sequence.state.restore(states, stop)
     return sequence, torch.cat(logits)

@@ -229,7 +229,7 @@ class Mixers:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Let the owner's sizes hold for a while, in which nothing is asked of this model."""
+        """Restore the owner's chunk sizes within the block, in which no request runs."""
         self._restore()
         try:
             yield
@@ -277,7 +277,7 @@ def _state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecurrentState |
 
 
 def _rows(state: RecurrentState, given: Any, start: int, stop: int | None) -> Any:
-    """What a module is given, cut down to some of its rows."""
+    """A module's arguments, each cut to rows [start, stop)."""
     if isinstance(given, torch.Tensor):
         assert state.products is not None
         return state.products.share(given, start, stop) if given.ndim > 1 and given.shape[1] == state.rows else given

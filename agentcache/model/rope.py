@@ -36,7 +36,7 @@ def changes_by_length(kind: object) -> bool:
 def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Keys [..., head_dim, tokens], as pages hold them, rotated by cos and sin [pairs, tokens] of `Rotary.turns`: a new tensor.
 
-    A pair is a dimension and the one half the rotated width behind it; what is not rotated stays.
+    A pair is a dimension and the one half the rotated width further on; what is not rotated stays.
     """
     wide, pairs = keys.float(), len(cos)
     first, second = wide[..., :pairs, :], wide[..., pairs : 2 * pairs, :]
@@ -109,7 +109,7 @@ class Rotary:
 
     def _compute(self, regime: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(start, stop, device=self._like.device)
-        if regime == "long":  # one position behind the original window makes the module choose its long set
+        if regime == "long":  # one position after the original window makes the module choose its long set
             positions = torch.cat([positions, positions.new_tensor([max(stop, self.original)])])
         with torch.inference_mode():
             cos, sin = self._module(self._like, positions[None])
@@ -128,7 +128,7 @@ class Rotary:
         return turn.real.float().contiguous(), turn.imag.float().contiguous()
 
     def rows(self, spans: list[tuple[str, int, int]], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [rows, rotary dims] for packed spans (regime, start, stop), zero-filled behind them."""
+        """cos and sin [rows, rotary dims] for packed spans (regime, start, stop), zero-filled after them."""
         parts = []
         for regime, start, stop in spans:
             cos, sin = self.table(regime, stop)

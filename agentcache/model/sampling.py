@@ -63,7 +63,7 @@ class Sampler:
         self._steps = LogitsProcessorList(steps)
 
     def gap(self, logits: torch.Tensor, ids: list[int]) -> float:
-        """By how much the choice is ahead of the next best, in nats; infinite where chance decides."""
+        """Nats by which the greedy choice is ahead of the next best; infinite where chance decides."""
         if not self._greedy or len(logits) < 2:
             return math.inf
         first, second = self._processed(logits, ids).topk(2).values.tolist()
@@ -73,14 +73,14 @@ class Sampler:
         return self._steps(self._known(ids, logits.device), logits[None])[0] if self._steps else logits
 
     def __call__(self, logits: torch.Tensor, ids: list[int]) -> int:
-        """The next id from logits [vocab] (fp32) behind all ids so far: `ids` must be the list of the last call, grown."""
+        """The next id from logits [vocab] (fp32) after all ids so far: `ids` must be the list of the last call, grown."""
         logits = self._processed(logits, ids)
         if self._greedy:
             return int(logits.argmax())
         return int(torch.multinomial(torch.softmax(logits, -1), 1, generator=self._generator))
 
     def _known(self, ids: list[int], device: torch.device) -> torch.Tensor:
-        """The ids that a penalty looks at, each once: what it does to one it does not do twice. [1, count]"""
+        """The ids [1, count] that a penalty looks at, each once: it penalises a repeated id no more."""
         if not self._penalised:
             return torch.empty(1, 0, dtype=torch.long, device=device)
         self._seen.update(ids[self._looked :])
@@ -106,8 +106,8 @@ class TextStream:
         self._stop = stop
         self._hidden = hidden
         self._ids: list[int] = []
-        self._ends: list[int] = []  # length of the text behind each pushed id
-        self._from = self._read = 0  # ids [_from, _read) are the left context in which those behind are decoded
+        self._ends: list[int] = []  # length of the text after each pushed id
+        self._from = self._read = 0  # ids [_from, _read) are the left context in which those after are decoded
         self.text = ""
         self._sent = 0
         self.stopped = ""  # the stop string that ended the text
@@ -150,7 +150,7 @@ class TextStream:
         return str(text)
 
     def _fresh(self) -> str:
-        """What the last ids add, decoded behind a few before them: some decoders drop a space at the very start."""
+        """The text that the last ids add. They are decoded with a few ids before them: some decoders drop a space at the very start."""
         before, whole = self._decode(self._from, self._read), self._decode(self._from, len(self._ids))
         if whole.endswith(UNFINISHED) or len(whole) <= len(before):
             return ""

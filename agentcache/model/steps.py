@@ -72,7 +72,7 @@ def _heads(batch: Batch, x: torch.Tensor, block: Any, names: str) -> list[torch.
 
 
 def _scale(block: Any, name: str) -> tuple[torch.Tensor | None, float]:
-    """What heads are normalised with, if the model does that."""
+    """Weight and epsilon of the norm of heads; (None, 0.0) if the model has none."""
     norm = getattr(block, name, None)
     return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
 
@@ -145,7 +145,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Run all layers (or the first `layers`) over packed ids [rows] -> normalised hidden states of the wanted rows [len(wanted), hidden].
 
-    ids: of the rows that start at the bottom, padded; the others follow behind them, layer by layer, as in `batch.later`.
+    ids: of the rows that start at the bottom, padded; the others follow after them, layer by layer, as in `batch.later`.
     cos, sin [all rows, head_dim].
     """
     decoder = model.model
@@ -159,7 +159,7 @@ def hidden_states(
         if batch.later or any(part.sequence.spec.boundaries for part in batch.parts):
             x = _join(batch, index, x)
             if not len(x):
-                continue  # everybody resumes further up
+                continue  # all rows resume further up
         cos, sin = all_cos[: len(x)], all_sin[: len(x)]
         if index == last and 2 * len(wanted) < len(x) and chosen is not wanted:
             return rms_norm(decoder.norm, _top(layer, index, x, cos, sin, batch, chosen))
@@ -186,7 +186,7 @@ def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
-    """The last layer -> its output for the wanted rows. The others leave their keys and values: nobody reads what else they would be."""
+    """The last layer -> its output for the wanted rows. Of the others it computes keys and values alone: nothing reads their outputs."""
     block, rows = layer.self_attn, len(wanted)
     h = rms_norm(layer.input_layernorm, x)
     key, value = _heads(batch, h, block, "kv")
@@ -272,7 +272,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class Shape:
-    """What `hidden_states` relies on: exactly these modules, unwrapped. Adapters, hooks or patches put in later are noticed by `holds`."""
+    """The modules that `hidden_states` runs, unwrapped. `holds` notices adapters, hooks and patches put in later."""
 
     def __init__(self, model: Any) -> None:
         self._modules: list[tuple[dict[str, Any], str, Any]] = []

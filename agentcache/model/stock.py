@@ -50,6 +50,6 @@ def _forward(model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor,
 
 
 def _taken(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Those keywords that a model's forward takes: code that comes with a checkpoint may be older than some."""
+    """The keywords that a model's forward takes: code that comes with a checkpoint may lack some."""
     takes = inspect.signature(model.forward).parameters
     return given if any(each.kind is each.VAR_KEYWORD for each in takes.values()) else {name: given[name] for name in takes.keys() & given}

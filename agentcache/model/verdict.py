@@ -51,7 +51,7 @@ def _unproven(model: HFModel) -> str:
 
 def _kinds(model: HFModel) -> dict[str, int]:
     """Number of layers by what they see or keep."""
-    ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.ways()
+    ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.attentions()
     kinds = Counter(_sees(how) for how in ways)
     states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
     values = [width for _, _, width in model.spec.layer_widths] if model.spec is not None else []
@@ -88,7 +88,7 @@ def _impurity(model: HFModel) -> str:
 def _checkpoint(model: HFModel) -> Checkpoint:
     """A checkpoint after the fewest tokens that have one."""
     assert model.spec is not None
-    sequence = Sequence(model.spec, state=model.begin())
+    sequence = Sequence(model.spec, state=model.new_state())
     sequence.reserve(CHECKPOINT_TOKENS)
     ids, part = torch.zeros(CHECKPOINT_TOKENS, dtype=torch.long), Part(sequence, 0, CHECKPOINT_TOKENS)
     model.forward(ids, [part], [model.regime(CHECKPOINT_TOKENS) or ""], [])

@@ -53,7 +53,7 @@ class Answer:
     def fingerprint(self) -> str | None:
         """Start of the fingerprint of the weights, as the engine found it when the request was made."""
         found = self.engine.fingerprint
-        return f"fp_{found.known[:12]}" if found else None
+        return f"fp_{found.last_digest[:12]}" if found else None
 
     def told(self) -> dict[str, Any]:
         """The answer is whole: its receipt, under its name."""

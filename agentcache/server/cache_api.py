@@ -209,7 +209,7 @@ def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
     from ..matching import fingerprint_of  # loads torch, as the engine has
 
     adapter = engine.model.adapters.get(engine.adapters.get(group.model, ""))
-    fingerprint, spec = fingerprint_of(engine.fingerprint.known or engine.fingerprint.whole, adapter), engine.model.spec
+    fingerprint, spec = fingerprint_of(engine.fingerprint.last_digest or engine.fingerprint.whole, adapter), engine.model.spec
     found = engine.store.recorded(group.namespace, group.name, fingerprint)
     return replace(found, kv_bytes=found.prefix_tokens * spec.token_bytes) if found and spec else found
 

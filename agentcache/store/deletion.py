@@ -1,4 +1,4 @@
-"""A deletion on purpose: what it is about. Knows no contents, and deletes nothing."""
+"""A deletion on purpose: which pages, sequences and tool groups it covers. Knows no contents, and deletes nothing."""
 
 from __future__ import annotations
 
@@ -35,42 +35,43 @@ class Deletion:
         return cls(group.namespace, None, forced, group.name, group.fingerprint, keys, group.prefix_tokens)
 
     def covers(self, namespace: str, made: float) -> bool:
-        """Tell whether it is about everything of this namespace and age."""
+        """Tell whether everything of this namespace and age is deleted."""
         whole = self.group is None and not self.fingerprint
         return whole and self.namespace in (None, namespace) and (self.before is None or made < self.before)
 
-    def about(self, scope: Scope) -> bool:
-        """Tell whether it is about everything that the adapter of this scope computed, in its namespace."""
+    def covers_adapter(self, scope: Scope) -> bool:
+        """Tell whether everything that the adapter of this scope computed in its namespace is deleted."""
         if self.group is not None or not self.fingerprint:
             return False
         return scope.fingerprint.endswith(self.fingerprint) and self.namespace in (None, scope.namespace)
 
-    def near(self, scope: Scope) -> bool:
-        """Tell whether pages of this scope may hold moved text of the tool group or session, or go on from it."""
+    def covers_moved_text(self, scope: Scope) -> bool:
+        """Tell whether pages of this scope may hold segments of the deleted tool group or session, or follow them."""
         return bool(self.group) and scope.precision not in get_args(Precision) and scope.namespace == self.namespace
 
-    def names(self, namespace: str, name: str) -> bool:
-        """Tell whether it is about the tool group of this name."""
-        return self.group == name and self.namespace == namespace
+    def covers_group(self, group: ToolGroup) -> bool:
+        """Tell whether this tool group or session is deleted: by its name, with its namespace and age, or with its adapter."""
+        named = self.group == group.name and self.namespace == group.namespace
+        return named or self.covers(group.namespace, group.created) or self.covers_adapter(group.scope)
 
-    def meets(self, scope: Scope, ids: Ids, made: float) -> bool:
-        """Tell whether a sequence of these ids holds deleted pages."""
+    def covers_sequence(self, scope: Scope, ids: Ids, made: float) -> bool:
+        """Tell whether a page of this sequence is deleted."""
         if self.group is None:
-            return self.covers(scope.namespace, made) or self.about(scope)
-        if self.near(scope):
+            return self.covers(scope.namespace, made) or self.covers_adapter(scope)
+        if self.covers_moved_text(scope):
             return True
         if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
         pages = {*chain(scope.root, ids[: self.prefix_tokens]), *chain(scope.root, ids)}
         return not pages.isdisjoint(self.keys)
 
-    def takes(self, entry: Entry) -> bool:
-        """Tell whether it is about this very page in memory; what continues one that it takes goes too."""
+    def covers_page(self, entry: Entry) -> bool:
+        """Tell whether this page in memory is deleted, apart from those that it continues (`covers_lineage`)."""
         if entry.parent is None or (entry.pins and not self.forced):
             return False
         if self.group is None:
-            return self.covers(entry.scope.namespace, entry.made) or self.about(entry.scope)
-        if self.near(entry.scope):
+            return self.covers(entry.scope.namespace, entry.made) or self.covers_adapter(entry.scope)
+        if self.covers_moved_text(entry.scope):
             return True
         if (entry.scope.namespace, entry.scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
@@ -79,9 +80,9 @@ class Deletion:
         inside = self.prefix_tokens - entry.first
         return 0 < inside < len(entry.ids) and page_key(entry.parent.key, entry.ids[:inside]) in self.keys
 
-    def reaches(self, entry: Entry) -> bool:
-        """Tell whether it is about this page or one that it continues."""
-        return any(map(self.takes, entry.lineage))
+    def covers_lineage(self, entry: Entry) -> bool:
+        """Tell whether this page, or one that it continues, is deleted."""
+        return any(map(self.covers_page, entry.lineage))
 
 
-EVERYTHING = Deletion()  # for who has missed some
+EVERYTHING = Deletion()  # for a process that has missed some

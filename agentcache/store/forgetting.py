@@ -29,7 +29,7 @@ def delete(store: Store, namespace: str | None, group: str | None, older_than: f
     number = isinstance(older_than, (int, float)) and not isinstance(older_than, bool)
     if older_than is not None and (group is not None or not number or not 0 <= older_than < math.inf):
         raise ConfigError(f"older_than={shown(older_than)}: must be seconds as a number, at least 0, and no group beside it")
-    store.heed()  # another folder may have taken the place of one that was deleted
+    store.apply_deletions()  # another folder may have taken the place of one that was deleted
     older_than = older_than or None  # 0: everything, what a clock that was set back calls made later, too
     namespace = "default" if group is not None and namespace is None else namespace
     known: dict[tuple[str, ...], ToolGroup] = {}
@@ -44,9 +44,9 @@ def delete(store: Store, namespace: str | None, group: str | None, older_than: f
         pages = size = 0
         for one in wanted:
             with store.deletions.lock:
-                more, bytes = store.let_go(one)
+                more, bytes = store.drop_deleted(one)
                 if store.disk is None:
-                    store.deletions.hear(replace(one, generation=store.deletions.generation + 1))
+                    store.deletions.add(replace(one, generation=store.deletions.generation + 1))
                 else:  # until it is heard, what runs on pages that are gone would admit them anew
                     under_way.enter_context(store.deletions.under_way(one))
             pages, size = pages + more, size + bytes
@@ -59,5 +59,5 @@ def delete(store: Store, namespace: str | None, group: str | None, older_than: f
             done = prune(store.disk.folder, store.disk.index, namespace=namespace, older_than=older_than, group=which, force=True)
             groups = found.groups if which else tuple(done.groups)
             found = Forgotten(pages, size, found.pages + done.pages, found.bytes + done.bytes, groups, found.splices + done.splices)
-        store.heed()
+        store.apply_deletions()
         return found

@@ -51,7 +51,7 @@ PinName = tuple["Scope", bytes]  # of a pinned prefix: its scope, and the key of
 class Scope:
     """Scope within which pages are shared: one namespace, the same weights and rotary regime, an equally exact source.
 
-    fingerprint: of the weights, and behind "+" the digest of the adapter that acts on all tokens.
+    fingerprint: of the weights, and after "+" the digest of the adapter that acts on all tokens.
     """
 
     namespace: str

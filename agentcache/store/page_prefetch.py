@@ -22,7 +22,7 @@ from .disk.index import Row
 from .entry import Entry, Match, PageQuery
 from .keys import Scope, chain
 from .memory.prefix_tree import PrefixTree
-from .policy import HUNG_MS, give_up, too_slow
+from .policy import HUNG_MS, give_up, slow_load_ms
 
 LOOK_S = 0.05  # how often an awaited prefix is looked for
 AWAIT = 1.5  # an awaited process may take so many times as long as we would
@@ -108,7 +108,7 @@ class PagePrefetch:
         self._read: _Read | None = None
 
     def pending(self) -> bool:
-        """Tell whether it is worth waiting on. Never blocks for longer than a lookup."""
+        """Tell whether pages are still on their way, and worth waiting for. Never blocks for longer than a lookup."""
         if self.state is State.DONE:
             return False
         try:
@@ -157,7 +157,7 @@ class PagePrefetch:
             self.state = State.DONE
             return
         compute_ms = self._compute_ms(found, known)
-        if load_ms := too_slow(found.bytes, compute_ms, self._disk.read_rate):
+        if load_ms := slow_load_ms(found.bytes, compute_ms, self._disk.read_rate):
             self._refuse_slow(f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms", found)
             self.state = State.DONE
             return
@@ -165,7 +165,7 @@ class PagePrefetch:
         self._read = _Read(self._disk, found, generation, self._wanted.spec, self._wake)
 
     def _exactly_known(self) -> Match:
-        """The prefix that memory holds exactly, where less would do."""
+        """The longest exact prefix in memory, for a request that accepts fewer bits."""
         return self._tree.match(replace(self._scope, precision="exact"), self._ids, peek=True)
 
     def _compute_ms(self, found: DiskMatch, known: Match) -> float:
@@ -223,7 +223,7 @@ class PagePrefetch:
         self.bytes += sum(row.bytes for row in found.rows[:good])
 
     def _keep_exact(self, read: _Read, good: int) -> None:
-        """Keep pages that are exact on disk, and go on from exact ones, as such: the request, to which they are lent, is exact so far."""
+        """Admit leading pages that are exact on disk as exact: they are lent to this request, which is exact so far."""
         known, found = self._exactly_known(), read.found
         count = next((at for at, row in enumerate(found.rows[:good]) if row.precision != "exact"), good)
         if count and known.tokens // PAGE_TOKENS >= found.place:
@@ -288,7 +288,7 @@ class PagePrefetch:
         self.refusals.append(Refusal(reason, start, len(self._ids), detail))
 
     def _refuse_slow(self, detail: str, found: DiskMatch) -> None:
-        """Refuse the tokens that the disk has beyond memory alone: a faster disk would spare no others."""
+        """Record a refusal of the tokens that the disk has and memory has not: a faster disk would spare those alone."""
         self.refusals.append(Refusal(Reason.SLOW_DISK, min(self._known().tokens, found.tokens), found.tokens, detail))
 
     def _stop_waiting(self) -> None:
@@ -297,11 +297,11 @@ class PagePrefetch:
             self._disk.leases.stop_waiting(key, self._scope.fingerprint)
 
     def hand_over(self) -> None:
-        """Belong to a request from now on: its time counts."""
+        """Start the clock of `ms` again: a request takes this prefetch over."""
         self._began = time.perf_counter()
 
     def close(self) -> None:
-        """End it: the prefix is computed, or will not be. Its lease is released once its pages are written."""
+        """Stop reading: the prefix is computed, or will not be. Its lease is released once its pages are written."""
         self.state = State.DONE
         if self._read is not None:
             self._read.stop.set()

@@ -73,8 +73,8 @@ class Rate:
         return cls(value, past[0], most, int(given_up), past[1])
 
 
-def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> float:
-    """Milliseconds that loading is expected to take, if computing takes fewer; else 0."""
+def slow_load_ms(load_bytes: int, compute_ms: float, rate: Rate) -> float:
+    """Milliseconds that loading is expected to take, where computing is faster; 0 where loading is worth it or unknown."""
     believed = rate.believed
     load_ms = load_bytes / believed if compute_ms and believed else 0.0
     return load_ms if load_ms > compute_ms else 0.0

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
 from ..types import Grade, Reason, StoreOptions
+from .deletion_log import DeletionLog, Moment
 from .entry import Entry, Match, PageQuery
-from .heard_deletions import Deletions, Moment
 from .keys import Ids, PinName, Role, Scope, as_ids, chain
 from .memory.prefix_tree import PrefixTree
 
@@ -42,7 +42,7 @@ class Store:
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0, options: StoreOptions | None = None) -> None:
         self.tree = PrefixTree(budget_bytes, host_bytes)
-        self.deletions = Deletions()
+        self.deletions = DeletionLog()
         self.disk = self._disk_tier(options) if options is not None else None
         self._listeners: list[Callable[[Deletion], None]] = []
         self._renewals: list[Callable[[], None]] = []
@@ -77,9 +77,9 @@ class Store:
         tier = DiskTier(options, self.deletions, instead=instead)
         try:
             if tier.folder.writable and tier.index.unfinished():
-                from .admin.prune import finish
+                from .admin.prune import finish_deletions
 
-                finish(tier.folder, tier.index)
+                finish_deletions(tier.folder, tier.index)
         except BaseException:
             tier.close()
             raise
@@ -116,7 +116,7 @@ class Store:
             return found
 
     def probe(self, wanted: PageQuery) -> tuple[Match, int]:
-        """The longest cached prefix in memory, and how many tokens there are with what the disk adds to it. Neither is used by it."""
+        """The longest cached prefix in memory, and its tokens with those that the disk adds. Nothing counts as used."""
         with self.deletions.lock:
             known = self.tree.match(wanted.scope, wanted.ids, peek=True)
             try:
@@ -134,7 +134,7 @@ class Store:
         return list(found.values())
 
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
-        """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
+        """Begin to read a prompt's pages into memory; None without a disk or a memory budget. wake: see PagePrefetch."""
         with self.deletions.lock:
             if self.disk is None or not self.budget_bytes:
                 return None
@@ -155,7 +155,7 @@ class Store:
         received: when the ids were, or the oldest of the pages was made; what was deleted since is not kept.
         """
         with self.deletions.lock:
-            if received is not None and self.deletions.meet(scope, ids, received):
+            if received is not None and self.deletions.deleted(scope, ids, received):
                 return
             path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
             if any(entry.page and entry.page.checkpoints for entry in path):
@@ -172,7 +172,7 @@ class Store:
         """
         tokens = as_ids(ids)
         with self.deletions.lock:
-            if self.deletions.meet(scope, tokens, Moment(generation, min(row.created for row in rows))):
+            if self.deletions.deleted(scope, tokens, Moment(generation, min(row.created for row in rows))):
                 return []
             read = [len(page.checkpoints) for page in pages[-len(rows) :]]
             path = self.tree.admit(scope, tokens, pages, rows[-1].numerics)[-len(rows) :]
@@ -185,12 +185,12 @@ class Store:
                     entry.row, entry.role = row.id, max(entry.role, Role(row.role))
         return path
 
-    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
-        """A request that failed takes back what it gave, on disk too."""
+    def retract(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
+        """Take back what a failed request admitted: tokens of `ids` after the first `since`, in its own `pages`; on disk too."""
         with self.deletions.lock:
-            gone = self.tree.forget(scope, ids, since, pages)
+            gone = self.tree.retract(scope, ids, since, pages)
         if self.disk and gone:
-            self.disk.take_back(gone, scope)
+            self.disk.retract(gone, scope)
 
     def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
         """The page `key`, in which `ids` end, is wrong: no adapter is served it again, nor what continues it. It may have left memory."""
@@ -202,52 +202,53 @@ class Store:
     # -- deleting on purpose ---------------------------------------------------------------------------------------
 
     def on_deletion(self, *listeners: Callable[[Deletion], None]) -> None:
-        """Call `listeners` when something is deleted, by any process, before this one finds nothing of it any more."""
+        """Call `listeners` with each deletion of any process, before this one drops its pages."""
         self._listeners += listeners
 
     def on_renewal(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when a new folder has taken the place of one that was deleted: it holds nothing of what was recorded."""
+        """Call `listener` when a new folder has taken the place of a deleted one: it holds no recorded tool group or session."""
         self._renewals.append(listener)
 
     def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], Key]) -> Key:
-        """Call `keep`, unless all that this namespace sent then has been deleted since; returns what it did."""
+        """Call `keep` and return its key, unless everything that this namespace sent at that moment was deleted since; then b""."""
         with self.deletions.lock:
-            return b"" if self.deletions.cover(namespace, received) else keep()
+            return b"" if self.deletions.deleted_all(namespace, received) else keep()
 
     def forget_late(self, namespace: str, received: Moment, forget: Callable[[Deletion], None]) -> None:
-        """Call `forget` for what this namespace had then and was deleted since: a request that ran meanwhile remembered its text again."""
+        """Call `forget` with deletions of this namespace since that moment: a request that ran meanwhile has remembered its text again."""
         with self.deletions.lock:
             for deletion in self.deletions.since(received.generation):
                 if deletion.covers(namespace, received.made):
                     forget(deletion)
 
-    def heed(self) -> Moment:
-        """Let go of what any process has deleted; returns the moment up to which that was known. A look at one file, mostly."""
+    def apply_deletions(self) -> Moment:
+        """Drop what any process has deleted since the last call; returns the present moment. Mostly one stat of one file."""
         disk = self.disk
         if disk is None and self._lost and time.monotonic() >= self._renew_at:
             with self.deletions.lock:
                 if self.disk is None:  # else another thread has renewed it
                     self._renew()
-        elif disk is not None and disk.folder.generation != disk.seen:
+        elif disk is not None and disk.folder.generation_stat != disk.seen_generation:
             with self.deletions.lock:
                 if disk is self.disk:  # else another thread has noticed, too
-                    self._heed(disk)
+                    self._apply_deletions(disk)
         elif disk is not None and disk.writer.failure:
             self._warn_unwritten(disk)
         return Moment(self.deletions.generation, time.time())
 
-    def _heed(self, disk: DiskTier) -> None:
-        seen = disk.folder.generation
+    def _apply_deletions(self, disk: DiskTier) -> None:
+        generation = disk.folder.generation_stat
         try:
-            for done in disk.index.deletions(self.deletions.generation):
-                self.let_go(done)
-                self.deletions.hear(done)
+            for deletion in disk.index.deletions(self.deletions.generation):
+                self.drop_deleted(deletion)
+                self.deletions.add(deletion)
         except StoreLostError:
             self._lose(disk)
             return
         except StoreError:  # the next request looks again
             return
-        disk.seen = seen or disk.seen  # without the file the folder may be on its way out: the next request looks again
+        if generation:  # else the folder may be on its way out: the next request looks again
+            disk.seen_generation = generation
 
     def _lose(self, disk: DiskTier) -> None:
         """The folder was deleted: go on with the one that is there now, made anew if none is, or else in memory. Under the lock."""
@@ -278,13 +279,13 @@ class Store:
             with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
                 _warn(f"pages are not written to {str(disk.folder.path)!r}, later processes compute them again: {disk.writer.failure}")
 
-    def let_go(self, done: Deletion) -> tuple[int, int]:
-        """Drop pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
+    def drop_deleted(self, deletion: Deletion) -> tuple[int, int]:
+        """Drop deleted pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
         for listener in self._listeners:
-            listener(done)
+            listener(deletion)
         if self.disk is not None:
-            self.disk.writer.drop(done)
-        return self.tree.remove(done)
+            self.disk.writer.drop(deletion)
+        return self.tree.remove(deletion)
 
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
@@ -305,13 +306,13 @@ class Store:
         """Take back one pin of that name, in each tier that has one: memory lets go of learnt documents before."""
         self.tree.release_pin(name)
         if disk := self.disk:
-            disk.writer.insist(lambda: disk.release_pin(name))
+            disk.writer.run_until_done(lambda: disk.release_pin(name))
 
     def record(self, group: ToolGroup) -> None:
         """Remember a tool group by name, once its pages are written."""
         if disk := self.disk:
             since = self.deletions.generation
-            disk.writer.insist(lambda: disk.index.put_group(group, since))
+            disk.writer.run_until_done(lambda: disk.index.put_group(group, since))
 
     def recorded(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The tool group of that name, of this or an earlier process; None if there is none on disk."""
@@ -330,7 +331,7 @@ class Store:
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
     def learn(self, namespace: str, key: Key, ids: Seq[int]) -> None:
-        """Write down the ids as which the model wrote the message that ends the history `key`."""
+        """Write down the ids that the model generated for the message that ends the history `key`."""
         if disk := self.disk:
             disk.learn(namespace, key, ids)
 
@@ -339,8 +340,8 @@ class Store:
         return disk.generated(namespace, key) if (disk := self.disk) else ()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Write everything that waits; what is pinned and was pruned meanwhile, once more. False: it took too long, or something that is
-        pinned, or was to be written, is not whole on disk, or there is no such folder any more.
+        """Write all waiting pages, and pinned ones that were pruned meanwhile once more. False: it took too long, a pinned or waiting page
+        is not on disk, or the folder is gone.
         """
         if (disk := self.disk) is None:
             return not self._lost

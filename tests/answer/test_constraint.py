@@ -266,7 +266,7 @@ def test_ids_that_spell_nothing_are_never_drawn() -> None:
 def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         monkeypatch.setattr("agentcache.answer.guide.Guide.accept", lambda self, token: "too complex")
-        with pytest.raises(GenerationError, match=r"cannot be followed behind token \d+: too complex"):
+        with pytest.raises(GenerationError, match=r"cannot be followed after token \d+: too complex"):
             running.generate(ASKED, TOOLS, constraint=Constraint("ping"))
         monkeypatch.undo()
         assert running.generate(ASKED, TOOLS, sampling=hot(0), constraint=Constraint("ping")).message.tool_calls

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibrations import place
+from agentcache.approximate.calibrations import path_of
 from agentcache.calibration import Calibration
 from agentcache.errors import CalibrationError
 from agentcache.types import StoreOptions
@@ -64,7 +64,7 @@ def test_a_conversation_handed_over_takes_the_other_s_pages(asked: Any, tmp_path
         assert receipt.computed_tokens == receipt.prompt_tokens - segment.whole_tokens < 64
         assert Reason.APPROXIMATE in {refusal.reason for refusal in receipt.refusals}
         _, again = answer(running, asked, "judge", pair(running, "judge", "router"))
-        assert (again.computed_tokens, again.sealed) == (1, ()), "no one adapter computed all of it"
+        assert (again.computed_tokens, again.attached_parts) == (1, ()), "no one adapter computed all of it"
         found, after = answer(running, asked, "judge")
         assert same(found, exact)
         assert after.cached_tokens == segment.start + segment.halo_tokens, "exact requests take none of it"
@@ -141,9 +141,9 @@ def test_calibrations_of_a_folder_are_found_by_pair(tmp_path: Path) -> None:
     with adapted(tmp_path, store=StoreOptions(tmp_path / "store", refuse_slow=False)) as running:
         for lender in ("router", None):
             known = pair(running, "judge", lender)
-            known.save(place(tmp_path / "store", known.fingerprint, known.lent))
+            known.save(path_of(tmp_path / "store", known.fingerprint, known.lent))
         own = replace(known, lent="", steps=((16, LAYERS),))
-        own.save(place(tmp_path / "store", own.fingerprint))
+        own.save(path_of(tmp_path / "store", own.fingerprint))
         answer(running, FIRST, "router")
         for lender, asked in (("router", FIRST), ("judge", OTHER)):
             _, receipt = answer(running, asked, "judge", "approximate")

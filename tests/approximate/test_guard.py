@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibrations import place
+from agentcache.approximate.calibrations import path_of
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
@@ -62,9 +62,9 @@ def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Pat
         running.generate([{"role": "user", "content": f"Read. {text}"}], sampling=GREEDY)
         receipt = running.generate(asked, sampling=GREEDY).receipt
         assert 512 < receipt.disk_tokens < receipt.cached_tokens < 1024, "prefix and segment would fit into the prefix's pages"
-        assert wait_until(lambda: running.scheduler.hit_audit.checked and not running.scheduler.hit_audit.pending)
+        assert wait_until(lambda: running.scheduler.hit_audit.checked_tokens and not running.scheduler.hit_audit.pending)
         audit = running.scheduler.hit_audit
-        assert (audit.checked, audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
+        assert (audit.checked_tokens, audit.wrong_pages) == (receipt.cached_tokens - receipt.segment_tokens, 0)
 
 
 def test_an_answered_request_waits_for_no_collection_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
     with Engine(model, tokenizer, store=str(tmp_path)) as running:
         assert running.fingerprint is not None
         first = running.fingerprint.whole
-        calibration(fingerprint=first, tau=0.7).save(place(tmp_path, first))
+        calibration(fingerprint=first, tau=0.7).save(path_of(tmp_path, first))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 8
         assert running.approximate.text is not None
@@ -306,7 +306,7 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
         assert other != first
         with pytest.raises(CalibrationError, match="has no calibration"):
             running.generate(OTHER, sampling=GREEDY, reuse="approximate")
-        calibration(fingerprint=other, steps=((40, LAYERS),), least=64, tau=0.6).save(place(tmp_path, other))
+        calibration(fingerprint=other, steps=((40, LAYERS),), least=64, tau=0.6).save(path_of(tmp_path, other))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 40
         own = calibration(fingerprint=other, tau=0.5)

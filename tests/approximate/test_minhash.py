@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from agentcache.approximate import minhash
-from agentcache.approximate.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, Kept, LSHIndex, Signer, shingles
+from agentcache.approximate.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, LSHIndex, Signer, StoredText, shingles
 from agentcache.approximate.minhash_index import MOST_ROWS, MinHashIndex
 from agentcache.errors import ConfigError
+from agentcache.store.deletion_log import Moment
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
-from agentcache.store.heard_deletions import Moment
 from agentcache.store.keys import Ids, Scope, chain
 from tests.approximate.windows import WordWindow, words
 from tests.processes import program
@@ -31,8 +31,8 @@ def changed(said: tuple[str, ...], every: int) -> tuple[str, ...]:
     return tuple("other" if i % every == every - 1 else word for i, word in enumerate(said))
 
 
-def kept(signer: Signer, said: tuple[str, ...], left: tuple[str, ...] = (), exact: bytes = b"e" * 16, slot: int = 0) -> Kept:
-    return Kept(signer.sign(WordWindow(0, 64, said, left)), exact, PARENT, 1, slot, 64)
+def kept(signer: Signer, said: tuple[str, ...], left: tuple[str, ...] = (), exact: bytes = b"e" * 16, slot: int = 0) -> StoredText:
+    return StoredText(signer.sign(WordWindow(0, 64, said, left)), exact, PARENT, 1, slot, 64)
 
 
 def jaccard(one: tuple[str, ...], two: tuple[str, ...]) -> float:
@@ -78,14 +78,14 @@ def test_shingles_are_runs_of_words() -> None:
 def test_what_is_packed_comes_back_and_nothing_else_does() -> None:
     signer = Signer()
     one = kept(signer, words(1), words(2), slot=-7)
-    again = Kept.unpack(one.pack())
+    again = StoredText.unpack(one.pack())
     assert again is not None
     assert again.pack() == one.pack()
     assert (again.exact, again.parent, again.page, again.slot, again.tokens) == (b"e" * 16, PARENT, 1, -7, 64)
     assert np.array_equal(again.signature.values, one.signature.values)
     assert np.array_equal(again.signature.left, one.signature.left)
     assert again.signature.left.shape == (LEFT,)
-    assert Kept.unpack(one.pack()[:-1]) is None
+    assert StoredText.unpack(one.pack()[:-1]) is None
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_near_text_is_found_and_far_text_is_not() -> None:
     assert index.add(SCOPE, kept(index.signer, one))
     assert index.add(SCOPE, kept(index.signer, words(2)))
     [found] = index.find(SCOPE, sign(WordWindow(0, 64, (*one[3:], *words(9, 3)))), b"")
-    assert found.kept.signature.digest == sign(WordWindow(0, 64, one)).digest
+    assert found.text.signature.digest == sign(WordWindow(0, 64, one)).digest
     assert found.similarity > 0.7
     assert not found.exact
     assert index.find(SCOPE, sign(WordWindow(0, 64, (*one[30:], *words(9, 30)))), b"") == []
@@ -130,7 +130,7 @@ def test_equal_places_are_kept_once_and_a_text_has_few() -> None:
     for slot in range(1, 10):
         assert index.add(SCOPE, kept(index.signer, one, slot=slot))
     found = index.find(SCOPE, index.signer.sign(WordWindow(0, 64, one)), b"")
-    assert [proposal.kept.slot for proposal in found] == [0, 7, 8, 9], "the first is mostly of a learnt text, which stays longest"
+    assert [proposal.text.slot for proposal in found] == [0, 7, 8, 9], "the first is mostly of a learnt text, which stays longest"
     assert (len(found), len(index)) == (PLACES, 1)
 
 
@@ -166,7 +166,7 @@ def test_what_is_dropped_is_gone() -> None:
     index.add(SCOPE, second)
     index.drop(SCOPE, first)
     index.drop(SCOPE, first)
-    assert [proposal.kept for proposal in index.find(SCOPE, second.signature, b"")] == [second]
+    assert [proposal.text for proposal in index.find(SCOPE, second.signature, b"")] == [second]
     index.drop(SCOPE, second)
     assert len(index) == 0
     assert index.find(SCOPE, second.signature, b"") == []
@@ -220,13 +220,13 @@ def index_over(index: Index) -> MinHashIndex:
     """The index of windows of a store that has no more than this, and does its writing at once."""
     disk = SimpleNamespace(index=index, folder=index.folder, writer=SimpleNamespace(after=lambda job: job()))
     nothing = lambda *_: None  # noqa: E731
-    return MinHashIndex(SimpleNamespace(disk=disk, on_deletion=nothing, on_renewal=nothing, heed=lambda: NOW))  # type: ignore[arg-type]
+    return MinHashIndex(SimpleNamespace(disk=disk, on_deletion=nothing, on_renewal=nothing, apply_deletions=lambda: NOW))  # type: ignore[arg-type]
 
 
-def note_now(signed: MinHashIndex, windows: list[WordWindow]) -> int:
+def add_now(signed: MinHashIndex, windows: list[WordWindow]) -> int:
     """How many of these windows were new."""
     assert signed.store.disk is not None
-    return signed.note_now(signed.store.disk, SCOPE, prompt(), windows, NOW)  # type: ignore[arg-type]
+    return signed.add_now(signed.store.disk, SCOPE, prompt(), windows, NOW)  # type: ignore[arg-type]
 
 
 def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[MinHashIndex, list[WordWindow]]:
@@ -234,7 +234,7 @@ def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[
     windows = [
         WordWindow(400 * i, 400 * i + 64, words(100 + i), words(200 + i, 16)) for i in (0, 1, 2, 3) if 100 + i in [100 + s for s in seeds]
     ]
-    signed.note(scope, prompt(), windows)
+    signed.add(scope, prompt(), windows)
     return signed, windows
 
 
@@ -244,12 +244,12 @@ def test_a_later_process_finds_what_was_noted(index: Index, monkeypatch: pytest.
     assert later.find(SCOPE, prompt(), windows[1]) == []
     assert later.refresh(SCOPE) == 4
     with monkeypatch.context() as patch:
-        patch.setattr(Kept, "unpack", lambda packed: pytest.fail("a row was read twice"))
+        patch.setattr(StoredText, "unpack", lambda packed: pytest.fail("a row was read twice"))
         assert later.refresh(SCOPE) == 0
     keys = [SCOPE.root, *chain(SCOPE.root, prompt())]
     for window, page, slot in zip(windows, (0, 0, 1, 2), (0, 400, 288, 176), strict=True):
         [found] = later.find(SCOPE, prompt(), window)
-        assert (found.kept.parent, found.kept.page, found.kept.slot, found.kept.tokens) == (keys[page], page, slot, 64)
+        assert (found.text.parent, found.text.page, found.text.slot, found.text.tokens) == (keys[page], page, slot, 64)
         assert (found.exact, found.left) == (True, 1.0)
 
 
@@ -267,7 +267,7 @@ def test_what_is_noted_after_a_deletion_hides_no_rows(index: Index) -> None:
     later = index_over(index)
     later.refresh(SCOPE)
     later.clear("default")
-    note_now(later, [WordWindow(7, 71, words(7))])
+    add_now(later, [WordWindow(7, 71, words(7))])
     assert later.refresh(SCOPE) == 4
     assert all(later.find(SCOPE, prompt(), window) for window in windows)
 
@@ -284,7 +284,7 @@ def test_the_lowest_threshold_of_several_finds_for_all(index: Index, monkeypatch
     signed.refresh(SCOPE)
     signed.retune(0.6)
     assert signed.refresh(SCOPE) == 4
-    monkeypatch.setattr(Kept, "unpack", lambda packed: pytest.fail("a row was read twice"))
+    monkeypatch.setattr(StoredText, "unpack", lambda packed: pytest.fail("a row was read twice"))
     for tau in (0.9, 0.6):
         signed.retune(tau)
         assert signed.refresh(SCOPE) == 0
@@ -295,14 +295,14 @@ def test_a_window_belongs_to_the_page_with_its_middle(index: Index) -> None:
     signed = index_over(index)
     for start, page, slot in ((470, 0, 470), (490, 1, -22)):
         window = WordWindow(start, start + 64, words(start))
-        assert note_now(signed, [window]) == 1
+        assert add_now(signed, [window]) == 1
         [found] = signed.find(SCOPE, prompt(), window)
-        assert (found.kept.page, found.kept.slot) == (page, slot)
+        assert (found.text.page, found.text.slot) == (page, slot)
 
 
 def test_nothing_is_written_twice(index: Index) -> None:
     signed, windows = noted(index)
-    assert note_now(signed, windows) == 0
+    assert add_now(signed, windows) == 0
     noted(index)  # a process that has not read what there is
     assert index.stats()["segments"] == 4
 
@@ -312,9 +312,9 @@ def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest
     noted(index, scope=Scope("other", "weights"))
     index.drop_segments("other")
     assert index.stats()["segments"] == 4
-    signed.used(SCOPE, [proposal.kept for proposal in signed.find(SCOPE, prompt(), windows[0])])
+    signed.mark_used(SCOPE, [proposal.text for proposal in signed.find(SCOPE, prompt(), windows[0])])
     monkeypatch.setattr("agentcache.approximate.minhash_index.MOST_ROWS", 2)
-    note_now(signed, [WordWindow(7, 71, words(7))])
+    add_now(signed, [WordWindow(7, 71, words(7))])
     later = index_over(index)
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [True, False, False, False]
@@ -336,12 +336,12 @@ def test_rows_go_with_the_pages_under_which_they_stand(index: Index) -> None:
 
 def test_old_places_without_pages_are_forgotten(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, windows = noted(index)
-    places = [signed.find(SCOPE, prompt(), window)[0].kept for window in windows]
-    signed.gone(SCOPE, places[:1])
+    places = [signed.find(SCOPE, prompt(), window)[0].text for window in windows]
+    signed.drop_missing(SCOPE, places[:1])
     assert index.stats()["segments"] == 4
     assert signed.find(SCOPE, prompt(), windows[0]) == []
     monkeypatch.setattr("agentcache.approximate.minhash_index.YOUNG_S", -1.0)
-    signed.gone(SCOPE, places[:2])
+    signed.drop_missing(SCOPE, places[:2])
     assert index.stats()["segments"] == 2
 
 

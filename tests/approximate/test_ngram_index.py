@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.approximate.ngram_index import GRAM, Run, beside, grams, repeats, stored_repeats
+from agentcache.approximate.ngram_index import GRAM, Run, grams, merge_runs, repeats, stored_repeats
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
@@ -127,7 +127,7 @@ def test_runs_beside_better_ones_never_overlap_them(one: list[tuple[int, int]], 
         return out
 
     better, others = runs(one), runs(other)
-    found = beside(better, others, 0, 1000, 5)
+    found = merge_runs(better, others, 0, 1000, 5)
     assert all(a.stop <= b.start for a, b in zip(found, found[1:], strict=False))
     assert all(run in found for run in better)
     covered = {at for run in found for at in range(run.start, run.stop)}
@@ -171,14 +171,14 @@ def test_a_page_that_shrank_is_found_as_it_grows_again() -> None:
     tree, kept, page = PrefixTree(1 << 30), text(1, 400), Page(SPEC)
     found(tree, kept)
     tree.admit(SCOPE, kept, [page], "here")
-    tree.forget(SCOPE, kept, 100, [page])
+    tree.retract(SCOPE, kept, 100, [page])
     other = np.concatenate([kept[:100], text(4, 300)])
     keep(tree, other)
     [run] = found(tree, np.concatenate([text(2, 20), other, text(3, 20)]))
     assert (run.start, run.stop) == (20, 420)
     [run] = found(tree, np.concatenate([text(2, 20), other[120:], text(3, 20)]))
     assert (run.start, run.stop) == (20, 300), "by what came last"
-    tree.forget(SCOPE, other, 50, [entry.page for entry in tree.entries()])
+    tree.retract(SCOPE, other, 50, [entry.page for entry in tree.entries()])
     tree.clear()
     assert tree.audit()["indexed"] == 0
 

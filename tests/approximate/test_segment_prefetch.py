@@ -87,7 +87,7 @@ def keep(folder: Path, ids: Ids, scope: Scope = SCOPE, first: int = 0) -> None:
     """As a process that kept a prompt, noted its windows, and ended."""
     store = opened(folder)
     store.admit(scope, ids, pages(ids), "here")
-    said(store).note(scope, ids, windows(ids, first))
+    said(store).add(scope, ids, windows(ids, first))
     assert store.flush(20)
     store.close()
 
@@ -143,7 +143,7 @@ def test_a_run_over_page_borders_comes_whole(folder: Path) -> None:
 def test_text_of_a_grown_last_page_is_found(folder: Path) -> None:
     store = opened(folder)
     store.admit(SCOPE, KEPT[:700], pages(KEPT[:700]), "here")
-    said(store).note(SCOPE, KEPT[:700], windows(KEPT[:700]))
+    said(store).add(SCOPE, KEPT[:700], windows(KEPT[:700]))
     longer = pages(KEPT[:900])
     store.admit(SCOPE, KEPT[:900], longer, "here")
     assert store.flush(20)
@@ -185,7 +185,7 @@ def test_other_ids_under_the_same_words_are_not_attached(folder: Path) -> None:
     store = opened(folder)
     store.admit(SCOPE, KEPT, pages(KEPT), "here")
     other = text(9, 1300)
-    said(store).note(
+    said(store).add(
         SCOPE, KEPT, [WordWindow(one.start, one.stop, two.words, two.left) for one, two in zip(windows(KEPT), windows(other), strict=True)]
     )
     assert store.flush(20)
@@ -211,8 +211,8 @@ def test_no_segment_crosses_a_scope(folder: Path, other: Scope) -> None:
     said(store).refresh(SCOPE)
     for window in words:
         for proposal in said(store).find(SCOPE, KEPT, window):
-            assert proposal.kept.parent in keys
-            own.add(other, proposal.kept)
+            assert proposal.text.parent in keys
+            own.add(other, proposal.text)
     assert own.find(other, own.signer.sign(words[20]), b"")
     found = brought(store, PROMPT, other, first=4)
     assert (found.tokens, found.bytes) == (0, 0)
@@ -328,7 +328,7 @@ def test_no_request_waits_for_a_closed_prefetch(folder: Path) -> None:
 
 def test_without_a_disk_nothing_is_noted_or_brought(folder: Path) -> None:
     memory = Store(64 << 20)
-    said(memory).note(SCOPE, KEPT, windows(KEPT))
+    said(memory).add(SCOPE, KEPT, windows(KEPT))
     assert said(memory).refresh(SCOPE) == 0
     assert prefetch(said(memory), SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
     store = opened(folder)
@@ -344,9 +344,9 @@ def test_cleared_signatures_leave_memory_and_return_from_disk(folder: Path) -> N
     store = opened(folder)
     assert brought(store, PROMPT, first=4).tokens == 300
     store.clear()
-    store.let_go(Deletion("another"))
+    store.drop_deleted(Deletion("another"))
     assert len(said(store).signatures)
-    store.let_go(Deletion(SCOPE.namespace))
+    store.drop_deleted(Deletion(SCOPE.namespace))
     assert len(said(store).signatures) == 0
     assert brought(store, PROMPT, first=4).tokens == 300
 
@@ -355,15 +355,15 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
     store = opened(folder)
     assert store.disk is not None
     returned, in_time = threading.Event(), list[bool]()
-    put = said(store).note_now
+    put = said(store).add_now
 
     def slow(*given: Any) -> int:
         in_time.append(returned.wait(20))
         return put(*given)
 
-    monkeypatch.setattr(said(store), "note_now", slow)
+    monkeypatch.setattr(said(store), "add_now", slow)
     store.defer_writes(True)
-    said(store).note(SCOPE, KEPT, windows(KEPT))
+    said(store).add(SCOPE, KEPT, windows(KEPT))
     returned.set()
     assert store.flush(20)
     assert in_time == [True]
@@ -374,7 +374,7 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
 def test_what_is_deleted_meanwhile_is_not_noted(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     store = opened(folder)
     assert store.disk is not None
-    index, received, deleted = said(store), store.heed(), []
+    index, received, deleted = said(store), store.apply_deletions(), []
 
     def clear() -> None:
         deleted.append(delete(store, SCOPE.namespace, None, None))
@@ -382,15 +382,15 @@ def test_what_is_deleted_meanwhile_is_not_noted(folder: Path, monkeypatch: pytes
     if when == "before it is noted":
         clear()
     else:
-        part, name = (index, "note_now") if when == "before it is signed" else (index.signatures.signer, "sign")
+        part, name = (index, "add_now") if when == "before it is signed" else (index.signatures.signer, "sign")
         called = getattr(part, name)
         monkeypatch.setattr(part, name, lambda *given: (deleted or clear(), called(*given))[1])
-    said(store).note(SCOPE, KEPT, windows(KEPT), received)
+    said(store).add(SCOPE, KEPT, windows(KEPT), received)
     assert store.flush(20)
     assert len(deleted) == 1
     assert store.disk.index.stats()["segments"] == 0
     assert len(index.signatures) == 0
-    said(store).note(SCOPE, KEPT, windows(KEPT))
+    said(store).add(SCOPE, KEPT, windows(KEPT))
     assert store.flush(20)
     assert store.disk.index.stats()["segments"] == len(windows(KEPT)), "what comes later is noted"
 

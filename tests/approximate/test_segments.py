@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibrations import find, place
+from agentcache.approximate.calibrations import find, path_of
 from agentcache.approximate.moved_pages import attach
 from agentcache.approximate.ngram_index import Run
 from agentcache.approximate.segments import ranges
@@ -384,7 +384,7 @@ def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path
         Engine(model, tokenizer, store=None, reuse="approximate", calibration=calibration())
     with Engine(model, tokenizer, store=str(tmp_path)):
         pass
-    calibration(fingerprint=fingerprint).save(place(tmp_path, fingerprint))
+    calibration(fingerprint=fingerprint).save(path_of(tmp_path, fingerprint))
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate") as running:
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY).receipt.segments
@@ -478,7 +478,7 @@ def test_pages_count_their_boundaries() -> None:
 
 def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a model this small is computed faster than it is read
-    monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
+    monkeypatch.setattr("agentcache.approximate.segment_prefetch.slow_load_ms", lambda *given: "")
     model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint)
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as first:
@@ -499,7 +499,7 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("left", ["process", "memory"])
 def test_learnt_texts_are_found_on_disk_at_other_positions(left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
+    monkeypatch.setattr("agentcache.approximate.segment_prefetch.slow_load_ms", lambda *given: "")
     model, tokenizer, fingerprint = tiny_model()
     texts = [DOC, DOC.replace("harbour", "lighthouse")]
     asked = [{"role": "user", "content": "\n\n".join(["New.", *reversed(texts), "And?"])}, {"role": "user", "content": "Why?"}]
@@ -536,7 +536,7 @@ def test_a_forgotten_text_leaves_others_to_be_found(tmp_path: Path) -> None:
 
 
 def test_texts_learnt_again_under_another_system_prompt_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
+    monkeypatch.setattr("agentcache.approximate.segment_prefetch.slow_load_ms", lambda *given: "")
     model, tokenizer, fingerprint = tiny_model()
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=calibration(fingerprint=fingerprint)) as engine:
         for system in ("Today is Monday.", "It is Tuesday, of all days."):

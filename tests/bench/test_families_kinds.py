@@ -99,7 +99,7 @@ def test_a_kind_with_experts_has_one_result_but_for_rounding(kind: str, count: i
 def pieces(model: HFModel, ids: list[int], stops: list[int], prefix: Sequence | None = None) -> tuple[Sequence, torch.Tensor]:
     """Run ids up to each stop in a forward of its own, from the beginning or after a prefix; the sequence, and the last logits [vocab]."""
     assert model.spec is not None
-    sequence, done, logits = Sequence(model.spec, state=model.begin()), 0, torch.empty(0)
+    sequence, done, logits = Sequence(model.spec, state=model.new_state()), 0, torch.empty(0)
     if prefix is not None:
         sequence.attach(prefix.pages, done := prefix.length)
     sequence.marks = frozenset(stops)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from agentcache import Engine
 from agentcache.approximate.calibrate import search, shifts
 from agentcache.approximate.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
-from agentcache.approximate.calibrations import place
+from agentcache.approximate.calibrations import path_of
 from agentcache.bench.quality_cases import made_up
 from agentcache.calibration import Calibration
 from agentcache.cli.app import app
@@ -395,7 +395,7 @@ def test_calibrate_keeps_one_file_for_each_pair(workload: Path, model: Path, tmp
         weights = engine.fingerprint.whole if engine.fingerprint else ""
         wanted, lent = (f"{weights}+{digests[name]}" for name in ("router", "twin"))
         [written] = (tmp_path / "store" / "calibrations").iterdir()
-        assert written == place(tmp_path / "store", wanted, lent)
+        assert written == path_of(tmp_path / "store", wanted, lent)
         assert (Calibration.load(written).fingerprint, Calibration.load(written).lent) == (wanted, lent)
         asked = [{"role": "system", "content": SYSTEM}, message("user", 1), message("assistant", 2), message("user", 3)]
         engine.generate(asked, adapter="twin")

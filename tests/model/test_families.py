@@ -454,8 +454,8 @@ def test_closing_an_engine_lets_anothers_forward_run_on() -> None:
     model, ids = models.build("granite"), tokens(40)
     one, other = HFModel(model), HFModel(model)
     expected = Run(one, ids).chunks().logits[39]
-    adopt = other._adopt
-    other._adopt = lambda: (adopt(), one.close())[0]  # type: ignore[method-assign]
+    adopt = other._use_our_attention
+    other._use_our_attention = lambda: (adopt(), one.close())[0]  # type: ignore[method-assign]
     assert torch.equal(Run(other, ids).chunks().logits[39], expected)
     other.close()
     assert model.config._attn_implementation == "sdpa"
@@ -497,7 +497,7 @@ def test_recurrent_layers_work_on_short_chunks_while_they_are_held() -> None:
 
 def test_layers_that_bypass_our_attention_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = HFModel(models.build("granite"))
-    monkeypatch.setattr(held, "_adopt", lambda: None)
+    monkeypatch.setattr(held, "_use_our_attention", lambda: None)
     held.model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match="0 of the model's layers"):
         Run(held, tokens(10)).chunks()

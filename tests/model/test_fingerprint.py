@@ -268,9 +268,9 @@ def test_another_model_that_is_loading_changes_nothing(monkeypatch: pytest.Monke
     token = StateToken(models.build("qwen3"))
     for name in ("tie_weights", "init_weights"):  # transformers exchanges them in the base of all models until it is loaded
         monkeypatch.setattr(transformers.PreTrainedModel, name, lambda self: None)
-    assert not token.moved()
+    assert not token.changed()
     monkeypatch.setattr(transformers.PreTrainedModel, "forward", lambda self: None, raising=False)
-    assert token.moved()
+    assert token.changed()
 
 
 def test_a_function_beside_a_forward_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +290,6 @@ def test_another_inv_freq_of_the_last_call_is_no_change(kind: str) -> None:
     model = models.build("llama", max_position_embeddings=512, rope_parameters=rope)
     token, rotary = StateToken(model), model.model.rotary_emb
     rotary.register_buffer("inv_freq", rotary.inv_freq * 2, persistent=False)
-    assert token.moved() is (kind == "default")
+    assert token.changed() is (kind == "default")
     rotary.register_buffer("original_inv_freq", rotary.original_inv_freq.clone(), persistent=False)
-    assert token.moved(), "what the next frequencies are made of is another"
+    assert token.changed(), "what the next frequencies are made of is another"

@@ -43,13 +43,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def mixers(model: Any) -> list[Any]:
     """The modules of a model whose forward is exchanged."""
-    return [module for module in model.modules() if behaviour.exchanged(module)]
+    return [module for module in model.modules() if behaviour.has_our_forward(module)]
 
 
 def running(held: HFModel, ids: list[int]) -> Run:
     """A sequence with a state of its own."""
     run = Run(held, ids)
-    run.sequence = kv.Sequence(run.sequence.spec, state=held.begin())
+    run.sequence = kv.Sequence(run.sequence.spec, state=held.new_state())
     return run
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from agentcache.model import machine, numerics
+from agentcache.model import machine_report, numerics
 from agentcache.model.hf import HFModel
 from agentcache.model.kernels import dispatch, linear_library, paged_attention
 from agentcache.model.kernels.dispatch import RowPureLinear, linear
@@ -150,7 +150,7 @@ def test_modules_run_on_the_kernel_only_inside_the_mode(monkeypatch: pytest.Monk
 
 
 def test_doctor_names_every_type() -> None:
-    report = machine.describe()
+    report = machine_report.describe()
     assert {"float32", "bfloat16", "float16", "threads", "not bitwise"} <= set(report)
     assert all(report[name]["linear rows padded to"] >= 2 for name in ("float32", "bfloat16", "float16"))
 

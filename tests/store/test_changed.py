@@ -241,20 +241,20 @@ def test_deleted_pages_are_not_written_to_a_new_folder(tmp_path: Path) -> None:
     """Numbers of deletions begin anew with a folder; what an older store's number says is not mistaken for the new one's."""
     store = Store(1 << 26, options=StoreOptions(tmp_path / "store"))
     scope, ids = Scope("alice", "weights"), as_ids(range(512))
-    received = store.heed()
+    received = store.apply_deletions()
     (tmp_path / "store").rename(tmp_path / "gone")  # at once: the store's own thread may be writing
     with Index(Folder.open(tmp_path / "store")) as other:
         with pytest.warns(StoreWarning):
-            store.heed()
+            store.apply_deletions()
         assert store.disk is not None
         store.admit(scope, ids, [stored_pages.noise_page()], "n", received=received)
         assert len(store) == 0, "received under a store that is gone: nobody knows what was deleted since"
-        kept = store.heed()
+        kept = store.apply_deletions()
         other.record_deletion(Deletion("alice"))
-        store.heed()
+        store.apply_deletions()
         store.admit(scope, ids, [stored_pages.noise_page()], "n", received=kept)
         assert len(store) == 0, "deleted in the new one since"
-        store.admit(scope, ids, [stored_pages.noise_page()], "n", received=store.heed())
+        store.admit(scope, ids, [stored_pages.noise_page()], "n", received=store.apply_deletions())
         assert len(store) == 1
         assert store.flush()
         assert other.total()[0] == 1

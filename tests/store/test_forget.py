@@ -19,7 +19,7 @@ import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason, private
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError, StoreBusyError, StoreWarning
-from agentcache.store.admin.prune import finish, prune
+from agentcache.store.admin.prune import finish_deletions, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.database import Database
 from agentcache.store.disk.folder import Folder
@@ -279,7 +279,7 @@ def test_a_killed_deletion_is_finished_by_the_next_opening(
         folder = Folder.open(tmp_path)
         with Index(folder) as index:
             assert index.unfinished()
-            finish(folder, index)
+            finish_deletions(folder, index)
             assert index.unfinished() == list(index.rows()) == []
         assert list(folder.blobs.glob("*/*.safetensors")) == []
         told = as_ids(ids[:8]).tobytes()
@@ -484,7 +484,7 @@ def test_pages_deleted_while_being_read_are_not_cached(model: Any, tmp_path: Pat
     def late(*given: Any, **more: Any) -> Any:
         found = read_many(*given, **more)
         outside(tmp_path / "store", namespace="alice")
-        running.store.heed()
+        running.store.apply_deletions()
         return found
 
     with engine(model=model, store=tmp_path / "store") as running:
@@ -592,9 +592,9 @@ def test_a_tool_group_forgotten_once_it_is_pinned_stays_nowhere(running: Engine,
 
 def test_a_request_asks_the_index_only_after_a_deletion(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, looked = [], []
-    deletions, generation = IndexMetadata.deletions, Folder.generation
+    deletions, generation = IndexMetadata.deletions, Folder.generation_stat
     monkeypatch.setattr(IndexMetadata, "deletions", lambda *given: asked.append(1) or deletions(*given))
-    monkeypatch.setattr(Folder, "generation", property(lambda self: looked.append(1) or generation.fget(self)))
+    monkeypatch.setattr(Folder, "generation_stat", property(lambda self: looked.append(1) or generation.fget(self)))
     with engine(model=model, store=tmp_path / "store") as running:
         looked.clear()
         running.generate(TURNS, **ALICE)

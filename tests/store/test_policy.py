@@ -31,7 +31,7 @@ from agentcache.store.disk.leases import Leases
 from agentcache.store.entry import PageQuery
 from agentcache.store.keys import Scope, as_ids, chain
 from agentcache.store.page_prefetch import PagePrefetch, State
-from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, too_slow
+from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, slow_load_ms
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests import models
@@ -55,13 +55,13 @@ LONG = chat(long_text(260))
     ],
 )
 def test_too_slow(load: int, compute_ms: float, rate: float, refused: bool) -> None:
-    assert bool(too_slow(load, compute_ms, Rate(rate))) is refused
+    assert bool(slow_load_ms(load, compute_ms, Rate(rate))) is refused
 
 
 def test_a_rate_that_forbids_is_tried_again_some_day() -> None:
     old = Rate(1.0, time.monotonic() - RETRY_S - 1)
-    assert not too_slow(1000, 1, old)
-    assert too_slow(1000, 1, Rate(1.0))
+    assert not slow_load_ms(1000, 1, old)
+    assert slow_load_ms(1000, 1, Rate(1.0))
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_one_slow_computation_does_not_revive_a_disk(clock: list[float]) -> None:
     rate = Rate()
     rate.forbid(100 * MB, 1000)
-    assert too_slow(100 * MB, 1200, rate)
-    assert not too_slow(100 * MB, 1300, rate)
+    assert slow_load_ms(100 * MB, 1200, rate)
+    assert not slow_load_ms(100 * MB, 1300, rate)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_abandoned_disk_is_tried_again_ever_later(clock: list[float]) -> None
         rate.forbid(100 * MB, 1000)
         assert rate.value == 10 * MB, "no load has shown that"
         began = clock[0]
-        while too_slow(100 * MB, 1000, rate):
+        while slow_load_ms(100 * MB, 1000, rate):
             rate.at = clock[0]
             clock[0] += LOOK_S / 2
         waits.append(clock[0] - began)
@@ -466,7 +466,7 @@ def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -
     """Ask, and wait until the check that follows has found something."""
     running.generate(TURNS, sampling=decode(4))
     between()
-    assert wait_until(lambda: running.scheduler.hit_audit.wrong == 1 and not running.scheduler.hit_audit.pending)
+    assert wait_until(lambda: running.scheduler.hit_audit.wrong_pages == 1 and not running.scheduler.hit_audit.pending)
 
 
 def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path) -> None:
@@ -486,8 +486,8 @@ def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path)
         assert disk.index.counters()["audit_wrong"] == 1
     with engine(model=small, store=checked(tmp_path / "store")) as second:
         assert second.generate(TURNS, sampling=decode(4)).ids == ids
-        assert wait_until(lambda: second.scheduler.hit_audit.checked > 1024 and not second.scheduler.hit_audit.pending)
-        assert second.scheduler.hit_audit.wrong == 0
+        assert wait_until(lambda: second.scheduler.hit_audit.checked_tokens > 1024 and not second.scheduler.hit_audit.pending)
+        assert second.scheduler.hit_audit.wrong_pages == 0
 
 
 def test_a_wrong_page_dropped_by_memory_is_quarantined(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,8 +520,8 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
     written(small, tmp_path / "store")
     with engine(model=small, store=checked(tmp_path / "store")) as running:
         running.generate(TURNS, sampling=decode(4))
-        assert wait_until(lambda: running.scheduler.hit_audit.checked > 1024 and not running.scheduler.hit_audit.pending)
-        assert running.scheduler.hit_audit.wrong == 0
+        assert wait_until(lambda: running.scheduler.hit_audit.checked_tokens > 1024 and not running.scheduler.hit_audit.pending)
+        assert running.scheduler.hit_audit.wrong_pages == 0
         assert running.flush()
         assert running.store.disk.index.counters()["audit_checked"] == 1
         running.store.clear()
@@ -532,10 +532,10 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
         numerics = HFModel.numerics.fget(running.model)  # type: ignore[attr-defined]
         changed = type(numerics)(**{**{n: getattr(numerics, n) for n in numerics.__slots__}, "digest": "other"})
         monkeypatch.setattr(HFModel, "numerics", property(lambda self: changed))
-        before = running.scheduler.hit_audit.checked
+        before = running.scheduler.hit_audit.checked_tokens
         hold.set()
         assert wait_until(lambda: not running.scheduler.hit_audit.pending)
-        assert running.scheduler.hit_audit.checked == before, "other kernels than at the hit: nothing can be said"
+        assert running.scheduler.hit_audit.checked_tokens == before, "other kernels than at the hit: nothing can be said"
 
 
 def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +565,7 @@ def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Pat
         assert started_at == [0, 2]
         assert wait_until(lambda: not running.scheduler.hit_audit.pending)
         assert len(steps) > 8, "it goes on afterwards"
-        assert running.scheduler.hit_audit.checked > 1024
+        assert running.scheduler.hit_audit.checked_tokens > 1024
 
 
 def test_by_chance_one_in_n() -> None:

@@ -81,7 +81,7 @@ def calibrate(
         return _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
     from ...bench import quality_cases, report
     from ...store.disk.folder import Folder
-    from ..calibrations import place
+    from ..calibrations import path_of
     from . import questions as files
     from . import search, shifts
     from .trials import Trials
@@ -98,7 +98,7 @@ def calibrate(
         found = {"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen}
         run.keep({**found, "chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
         if known is not None:
-            known.save(target := out or place(keeps, known.fingerprint, known.lent))
+            known.save(target := out or path_of(keeps, known.fingerprint, known.lent))
             run.keep({"written": str(target)})
         run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
     _tell(known, run.found, f"kl={kl!r}, top1={top1!r} and decision={decision!r}")
@@ -143,7 +143,7 @@ def _calibrate_turns(
         asked = [call for episode in episodes for call in episode.calls]
         found = trial.measure(run.engine, asked, wanted, run.say)
         weights = run.engine.fingerprint.whole if run.engine.fingerprint else ""
-        target = out if keeps is None else turn_precision.place(keeps, weights)
+        target = out if keeps is None else turn_precision.path_of(keeps, weights)
         assert target is not None
         passed = turn_precision.save(target, weights, kl, found)
         run.keep(

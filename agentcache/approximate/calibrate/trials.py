@@ -41,7 +41,7 @@ Logits = list[torch.Tensor]
 
 
 @dataclass(slots=True)
-class Asked:
+class TimedAnswer:
     """One answer to one case: its account, the logits of every token of the answer, and milliseconds to the first one."""
 
     receipt: Receipt
@@ -208,12 +208,12 @@ class Trials:
         given = {"kl": 1e9, "model": self.engine.name, "lent": self._lent, **given}
         return Calibration(self._fingerprint, spec.layers, steps, least, **given)
 
-    def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...], adapter: str | None) -> Asked:
+    def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...], adapter: str | None) -> TimedAnswer:
         """One call with its recorded answer forced."""
         sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
         began = time.perf_counter()
         done, seen = answered(self.engine, call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse=reuse, adapter=adapter)
-        return Asked(done.receipt, seen, done.receipt.ttft_ms or (time.perf_counter() - began) * 1e3)
+        return TimedAnswer(done.receipt, seen, done.receipt.ttft_ms or (time.perf_counter() - began) * 1e3)
 
     def _greedy(self, call: Call, namespace: str) -> tuple[int, ...]:
         sampling = Sampling(max_tokens=self.answer_tokens)
@@ -259,10 +259,10 @@ class Trials:
             served += [_served(scene, name, asked, found["exact"], methods.get(name)) for name, asked in found.items()]
         return served
 
-    def _asked(self, scene: Scene, ways: Mapping[str, Reuse | Calibration], number: int) -> dict[str, Asked]:
+    def _asked(self, scene: Scene, ways: Mapping[str, Reuse | Calibration], number: int) -> dict[str, TimedAnswer]:
         """Every way's answer, with the median of its times."""
         names = list(ways)
-        found: dict[str, list[Asked]] = {name: [] for name in names}
+        found: dict[str, list[TimedAnswer]] = {name: [] for name in names}
         with nothing_kept(self.engine):
             for repeat in range(self.repeats):
                 at = (number + repeat) % len(names)
@@ -273,7 +273,7 @@ class Trials:
         return {name: replace(asked[0], ms=statistics.median(each.ms for each in asked)) for name, asked in found.items()}
 
 
-def _served(scene: Scene, method: str, asked: Asked, exact: Asked, known: Calibration | None) -> Served:
+def _served(scene: Scene, method: str, asked: TimedAnswer, exact: TimedAnswer, known: Calibration | None) -> Served:
     receipt = asked.receipt
     pairs = list(zip(exact.logits, asked.logits, strict=True))
     sure = first_unsure(asked.logits, known.margin if known and receipt.segments else 0.0)

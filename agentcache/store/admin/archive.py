@@ -94,13 +94,13 @@ def _stored(index: Index, group: ToolGroup) -> list[Row]:
 def _write(source: Blob, wanted: Row, fd: int, at: int) -> int:
     """Write a page's blob; of one that is stored longer, the first tokens, without what is known of later ones."""
     row, layers = source.row, len(wanted.widths)
-    stored = source.clear(layers) if row.checkpoint_bytes else b""
+    stored = source.plain(layers) if row.checkpoint_bytes else b""
     checkpoints = memoryview(pack(unpack(stored, wanted.tokens), wanted.tokens) if stored else b"")
 
     def section(number: int) -> list[memoryview]:
         if number == layers:
             return [checkpoints]
-        stored = source.clear(number)
+        stored = source.plain(number)
         return [stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, number, stored))]
 
     return blob_io.write_at(PUBLIC, replace(wanted, checkpoint_bytes=len(checkpoints)), section, fd, at)
@@ -175,15 +175,15 @@ def import_group(
     """
     if not folder.writable:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be imported")
-    with open_archive(path) as (told, pages):
+    with open_archive(path) as (exported, pages):
         now = time.time()
-        for text in (name, namespace, told.name, told.namespace, told.fingerprint, told.regime):
+        for text in (name, namespace, exported.name, exported.namespace, exported.fingerprint, exported.regime):
             _speakable(text or "")
-        group = replace(told, name=_renamed(told, name), namespace=namespace or told.namespace, created=now)
+        group = replace(exported, name=_renamed(exported, name), namespace=namespace or exported.namespace, created=now)
         role = Role.GROUP
-        if told.lease_end:
-            prompt_key = told.prompt_key if group.namespace == told.namespace else ""
-            group = replace(group, lease_end=now + told.lease_end - told.created, superseded=(), splices=(), prompt_key=prompt_key)
+        if exported.lease_end:
+            prompt_key = exported.prompt_key if group.namespace == exported.namespace else ""
+            group = replace(group, lease_end=now + exported.lease_end - exported.created, superseded=(), splices=(), prompt_key=prompt_key)
             role = Role.PREFIX
         rows = [replace(row, created=now, role=int(role)) for row in _chained([page.row for page in pages], group)]
         group = replace(group, page_keys=tuple(row.page_key.hex() for row in rows))
@@ -231,11 +231,11 @@ def _manifest(fd: int, name: str, size: int) -> tuple[ToolGroup, int]:
     """The manifest, and the offset of the first page."""
     try:
         front = blob_files.read_front(fd, name, 0, size, FRONT_MOST)
-        told = json.loads(front[8:])
-        if told["agentcache archive"] != FORMAT:
-            said = told["agentcache archive"]
+        header = json.loads(front[8:])
+        if header["agentcache archive"] != FORMAT:
+            said = header["agentcache archive"]
             raise StoreFormatError(f"{name!r} is an archive of version {said!r:.40}, this version reads {FORMAT!r}")
-        group = ToolGroup.from_json(told["group"])
+        group = ToolGroup.from_json(header["group"])
     except (BlobError, ValueError, KeyError, TypeError, RecursionError, StoreCorruptError):
         raise StoreFormatError(f"{name!r} is no archive of a tool group: give a file that `agentcache export` wrote") from None
     if _front(group) != front:
@@ -267,15 +267,15 @@ def _chained(rows: Sequence[Row], group: ToolGroup) -> list[Row]:
     return found
 
 
-def _renamed(told: ToolGroup, name: str | None) -> str:
+def _renamed(exported: ToolGroup, name: str | None) -> str:
     """The name under which an archive is recorded. ConfigError: that of a session, where it holds none."""
-    named = name or told.name
-    if told.lease_end:
+    named = name or exported.name
+    if exported.lease_end:
         return SESSION + named.removeprefix(SESSION)
     if named.startswith(SESSION):
         raise ConfigError(f"name={named!r}: the archive holds a tool group, no session; give another --name")
-    if told.documents:  # of texts `name` renames what they are learnt under: a pack has a number after it
-        number = told.name.removeprefix(told.documents)
+    if exported.documents:  # of texts `name` renames what they are learnt under: a pack has a number after it
+        number = exported.name.removeprefix(exported.documents)
         return named.removesuffix(number) + number
     return named
 
@@ -303,7 +303,7 @@ def _finite(page: Blob, progress: Callable[[int], None]) -> Callable[[int], list
     row = page.row
 
     def section(number: int) -> list[memoryview]:
-        stored = page.clear(number, progress)
+        stored = page.plain(number, progress)
         if number < len(row.widths):
             finite = _layer_is_finite(row, number, stored)
         else:

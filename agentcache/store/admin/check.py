@@ -98,7 +98,7 @@ def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
     problems = [Problem("index", folder.index.name, why) for why in found]
     if found and fix:
         try:
-            report.rebuilt = rebuild(folder, described(folder))
+            report.rebuilt = rebuild(folder, rows_of_blobs(folder))
             problems = [replace(problem, mended=True) for problem in problems]
         except StoreError as error:  # another process is using it
             problems.append(Problem("index", folder.index.name, str(error)))
@@ -106,8 +106,8 @@ def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
     return Index(folder, unshared=True) if report.rebuilt is not None or not found else None
 
 
-def described(folder: Folder) -> Iterator[Row]:
-    """The rows of all finished pages, as they tell them. Who does not tell a right one is left out."""
+def rows_of_blobs(folder: Folder) -> Iterator[Row]:
+    """The rows of all finished blobs, by their own metadata; damaged blobs are left out."""
     from ..disk import blob_io
 
     for file in blob_files.files(folder):
@@ -136,14 +136,14 @@ def _mend(folder: Folder, index: Index, row: Row, problem: Problem) -> bool:
         return delete(folder, index, [row.id])[0] > 0
     from ..disk import blob_io
 
-    told = replace(blob_io.describe(folder, row.blob), role=row.role, used=row.used, hits=row.hits)
+    mended = replace(blob_io.describe(folder, row.blob), role=row.role, used=row.used, hits=row.hits)
     gone = index.remove([row.id], force=True)
-    index.restore([told])
+    index.restore([mended])
     return bool(gone)
 
 
 def _problem(folder: Folder, row: Row) -> Problem | None:
-    """Problem of a page, None if it is sound. Trouble that is no bad blob, such as too many open files, is raised."""
+    """The problem of a page, None if it is sound. Errors that are no bad blob, such as too many open files, are raised."""
     from ..disk import blob_io
 
     if row.bad is not None:
@@ -197,10 +197,10 @@ def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
     return [Problem(words[file.suffix][0], file.name, words[file.suffix][1], file.bytes, mended=fix) for file in found]
 
 
-def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True, noted: bool = False) -> tuple[int, int]:
-    """Remove rows, then their blobs; returns how many, and of how many bytes. On a full disk one by one, and the blob first.
+def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True, blobs_first: bool = False) -> tuple[int, int]:
+    """Remove rows, then their blobs; returns (pages, bytes). On a full disk one by one, and the blob first.
 
-    noted: the blobs first. A process that is killed between leaves rows then, which `finish` deletes, and no blob without a row.
+    blobs_first: a process that is killed between then leaves rows, which `finish_deletions` deletes, and no blob without a row.
     """
     wanted = list(ids)
     failed: list[StoreError] = []
@@ -213,8 +213,8 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True,
             failed.append(error)
 
     try:
-        gone = index.remove(wanted, force=force, freeing=free if noted else None)
-        left = [] if noted else gone
+        gone = index.remove(wanted, force=force, freeing=free if blobs_first else None)
+        left = [] if blobs_first else gone
     except StoreFullError:
         gone, left = [row for id in wanted for row in index.remove([id], force=force, freeing=free)], []
     for row in left:
@@ -228,9 +228,9 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True,
 
 
 def pages_of(index: Index, group: ToolGroup, precisions: Sequence[str] = ()) -> list[Row | None]:
-    """The rows of a group's pages, each in the precision said for it, by default as exact as it is there; None where one is missing.
+    """The rows of a group's pages, each in its of `precisions`, by default in the most exact one stored; None where one is missing.
 
-    The last page may be stored longer than the group is: something that began with the group went on in it.
+    The last page may be stored with more tokens than the group has: a prompt that begins with the group went on in it.
     """
     found: list[Row | None] = []
     for at, key in enumerate(group.page_keys):
@@ -243,7 +243,7 @@ def pages_of(index: Index, group: ToolGroup, precisions: Sequence[str] = ()) -> 
 
 
 def grown(index: Index, group: ToolGroup) -> Iterator[Row]:
-    """The rows in which a group's last page went on."""
+    """The rows of longer pages that begin with a group's last page."""
     tokens = group.prefix_tokens - PAGE_TOKENS * (group.pages - 1)
     parent = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else group.scope.root
     for row in index.rows(parent=parent, fingerprint=group.fingerprint):

@@ -1,6 +1,6 @@
 """Deleting pages by age, namespace, tool group or down to a size, and what belongs to them. Knows no requests, and prints nothing.
 
-Nothing goes that a running process has pinned, nor what such a page continues, unless that is asked for by name.
+Pages that a running process has pinned stay, with those that they continue, unless the caller forces it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ BATCH = 64  # rows removed, and blobs unlinked, in one transaction: others wait 
 
 @dataclass(slots=True)
 class Pruned:
-    """Deleted things, or those that would be. kept: pages that stay because running processes have pinned them or what continues them.
-
-    orphans: files that dead processes had left, and `orphan_bytes` in them.
+    """Counts of deletions, or of a dry run. kept: pages that stay, since running processes have pinned them or pages that continue
+    them. orphans: files that dead processes had left, and `orphan_bytes` in them.
     """
 
     pages: int = 0
@@ -65,9 +64,9 @@ def prune(
 ) -> Pruned:  # fmt: skip
     """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
 
-    older_than: seconds since it was made; with a group, since its deletion began, which `finish` ends. group: its pages and what continues
-    them, but for what other groups share; or the digest of an adapter, whose pages and groups go. max_bytes: in the order in which the
-    store makes room. force: also what running processes have pinned. Leftovers of dead processes go in any case.
+    older_than: seconds since a page was made; with a group, since the deletion began that `finish_deletions` resumes. group: its pages and
+    those that continue them, except those that other groups share; or the digest of an adapter, whose pages and groups go. max_bytes: in
+    the order of eviction. force: also pages that running processes have pinned. Leftovers of dead processes go in any case.
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
@@ -76,26 +75,28 @@ def prune(
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
     if not dry_run:
         session_rows.end_leases(index)
-    known = group is not None and before is not None  # it was recorded when it began: told again, what was warmed since would go
-    untold = None if dry_run or max_bytes is not None or known else _told(index, namespace, before, group, force)
-    if untold is not None:
-        with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
-            index.record_deletion(untold)
-            untold = None
-    note = "" if dry_run or max_bytes is not None or untold is not None else _note(index, namespace, before, group, force)
-    held = set() if force else _held(index)
-    wanted, names = (_surplus(index, max_bytes, force), []) if max_bytes is not None else _named(index, namespace, before, group)
-    names = [found for found in names if not any(row is not None and row.id in held for row in pages_of(index, found))]
-    going = [item for item in wanted if item.id not in held]
+    resumed = group is not None and before is not None  # recorded when it began: recorded again, groups warmed since would go
+    unrecorded = None if dry_run or max_bytes is not None or resumed else _deletion(index, namespace, before, group, force)
+    if unrecorded is not None:
+        with suppress(StoreFullError):  # before any page goes: pages that running processes write until then are found below
+            index.record_deletion(unrecorded)
+            unrecorded = None
+    unfinished = ""
+    if not dry_run and max_bytes is None and unrecorded is None:
+        unfinished = _record_unfinished(index, namespace, before, group, force)
+    protected = set() if force else _pinned_lineage(index)
+    wanted, names = (_surplus(index, max_bytes, force), []) if max_bytes is not None else _chosen(index, namespace, before, group)
+    names = [found for found in names if not any(row is not None and row.id in protected for row in pages_of(index, found))]
+    going = [item for item in wanted if item.id not in protected]
     done = Pruned(groups=[found.name for found in names])
-    done.kept, done.kept_bytes = len(wanted) - len(going), sum(item.size for item in wanted if item.id in held)
+    done.kept, done.kept_bytes = len(wanted) - len(going), sum(item.size for item in wanted if item.id in protected)
     done.orphans, done.orphan_bytes = len(left), sum(file.bytes for file in left)
     if dry_run:
         done.pages, done.bytes = len(going), sum(item.size for item in going)
         return done
-    done.pages, done.bytes = _remove(folder, index, going, force, bool(note))
-    if untold is not None:  # the disk was full, for all who write
-        index.record_deletion(untold)
+    done.pages, done.bytes = _remove(folder, index, going, force, bool(unfinished))
+    if unrecorded is not None:  # the disk was full, for all who write
+        index.record_deletion(unrecorded)
     for found in names:
         until = found.created or math.inf  # not one that was recorded meanwhile, but the last but one where the last waits to be written
         index.drop_group(found.namespace, found.name, found.fingerprint, until)
@@ -108,14 +109,14 @@ def prune(
     if group is not None or before is not None:
         _drop_text(index, going)
     index.drop_dead_pins()
-    if index.database.empty_log() and note:  # else the next opening finishes it
-        index.drop_meta(note)
+    if index.database.empty_log() and unfinished:  # else the next opening finishes it
+        index.drop_meta(unfinished)
     _check_overwritten(folder)
     return done
 
 
 def _drop_text(index: Index, gone: Iterable[_Item]) -> None:
-    """Forget what these pages said: an adapter's and an old page's row may be younger than the page."""
+    """Forget the indexed text of these pages: rows of text may be younger than their page."""
     stood = defaultdict[tuple[str, str], set[bytes]](set)
     for item in gone:
         stood[item.namespace, item.fingerprint].add(item.parent)
@@ -139,19 +140,19 @@ def _check_overwritten(folder: Folder) -> None:
         raise StoreBusyError(f"{said}; `agentcache prune` or opening the store after that overwrites them")
 
 
-def finish(folder: Folder, index: Index) -> None:
-    """Delete what processes that have ended meanwhile did not come to delete."""
-    for key, said in index.unfinished():
-        with suppress(ValueError, KeyError):  # damaged: `verify` finds what stayed
-            told = json.loads(said)
-            group = ToolGroup.from_json(told["group"]) if told["group"] else told["adapter"]
-            age = max(0.0, time.time() - told["before"])
-            prune(folder, index, namespace=told["namespace"], older_than=age, group=group, force=told["force"])
+def finish_deletions(folder: Folder, index: Index) -> None:
+    """Finish the deletions of processes that ended amid them."""
+    for key, text in index.unfinished():
+        with suppress(ValueError, KeyError):  # damaged: `verify` finds pages that stayed
+            recorded = json.loads(text)
+            group = ToolGroup.from_json(recorded["group"]) if recorded["group"] else recorded["adapter"]
+            age = max(0.0, time.time() - recorded["before"])
+            prune(folder, index, namespace=recorded["namespace"], older_than=age, group=group, force=recorded["force"])
         index.drop_meta(key)
 
 
-def _note(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None, force: bool) -> str:
-    """Write down what is deleted now, for `finish`; the key, empty on a full disk."""
+def _record_unfinished(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None, force: bool) -> str:
+    """Write down the deletion that begins, for `finish_deletions`; returns its key, empty on a full disk."""
     before = time.time() if before is None else before  # what comes later stays
     whole, adapter = (group.to_json(), None) if isinstance(group, ToolGroup) else ("", group)
     key = f"{DELETING}/{secrets.token_hex(4)}/{process_identity.token()}"
@@ -162,52 +163,54 @@ def _note(index: Index, namespace: str | None, before: float | None, group: Tool
     return ""
 
 
-def _told(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:
+def _deletion(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:
     if isinstance(group, str):
         return Deletion(namespace, forced=force, fingerprint=f"+{group}")
     if group is None:
         return Deletion(namespace, before, force)
-    return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)
+    return Deletion.of_group(group, (other for other in index.groups() if _group_key(other) != _group_key(group)), force)
 
 
 def _item(row: Row) -> _Item:
     return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.namespace, row.fingerprint)
 
 
-def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool, noted: bool) -> tuple[int, int]:
-    """Delete, last pages first; the pages and bytes that went. Pages pinned since they were chosen stay."""
+def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool, blobs_first: bool) -> tuple[int, int]:
+    """Delete items, last pages first; returns how many pages and bytes. Pages pinned since they were chosen stay."""
     left = iter(sorted(items, key=lambda item: -item.place))
     count = size = 0
     while batch := [item.id for item in islice(left, BATCH)]:
-        more, bytes = delete(folder, index, batch, force, noted)
+        more, bytes = delete(folder, index, batch, force, blobs_first)
         count, size = count + more, size + bytes
         if not force and more < len(batch):  # they have continuations that stay, or are pinned now
-            held = _held(index)
-            more, bytes = delete(folder, index, [id for id in batch if id not in held], noted=noted)
+            protected = _pinned_lineage(index)
+            more, bytes = delete(folder, index, [id for id in batch if id not in protected], blobs_first=blobs_first)
             count, size = count + more, size + bytes
     return count, size
 
 
-def _held(index: Index) -> set[int]:
-    """Pages that running processes have pinned, and those that these continue."""
+def _pinned_lineage(index: Index) -> set[int]:
+    """Ids of the pages that running processes have pinned, and of those that these continue."""
     pinned = index.pinned()
     if not pinned:
         return set()
     items: dict[tuple[str, bytes], list[_Item]] = {}  # one page in several precisions
     for item in map(_item, index.rows()):
         items.setdefault((item.fingerprint, item.key), []).append(item)
-    held: set[int] = set()
+    protected: set[int] = set()
     due = [item for same in items.values() for item in same if item.id in pinned]
     while due:
         item = due.pop()
-        if item.id not in held:
-            held.add(item.id)
+        if item.id not in protected:
+            protected.add(item.id)
             due += items.get((item.fingerprint, item.parent), ())
-    return held
+    return protected
 
 
-def _named(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None) -> tuple[list[_Item], list[ToolGroup]]:
-    """The pages, and the tool groups, that a deletion is about."""
+def _chosen(
+    index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None
+) -> tuple[list[_Item], list[ToolGroup]]:
+    """The pages and the tool groups to delete."""
     if isinstance(group, ToolGroup):
         return _continuing(index, group, before), [group]
     rows = (row for row in index.rows(namespace=namespace, before=before) if group in (None, Scope(row.namespace, row.fingerprint).adapter))
@@ -216,9 +219,9 @@ def _named(index: Index, namespace: str | None, before: float | None, group: Too
 
 
 def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[_Item]:
-    """A group's pages and all that continues them, but for what other groups are made of: one recorded since the deletion `begun`, too."""
+    """A group's pages and all that continue them, except those of other groups, of one recorded since the deletion `begun`, too."""
     since, blobs = math.inf if begun is None else begun, index.folder.blobs
-    others = [one for one in index.groups() if (_name(one) != _name(group) or one.created >= since) and group.spares(one)]
+    others = [one for one in index.groups() if (_group_key(one) != _group_key(group) or one.created >= since) and group.spares(one)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     rows = (row for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept)
     shared = {row.id for row in rows if begun is None or (blobs / row.blob[:2] / f"{row.blob}{blob_files.WHOLE}").exists()}
@@ -237,12 +240,12 @@ def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[_It
     return list(found.values())
 
 
-def _name(group: ToolGroup) -> tuple[str, str, str]:
+def _group_key(group: ToolGroup) -> tuple[str, str, str]:
     return group.namespace, group.name, group.fingerprint
 
 
 def _surplus(index: Index, max_bytes: int, force: bool) -> list[_Item]:
-    """Pages beyond a size, in the order in which the store makes room; forced: pinned pages after all others."""
+    """Pages to delete down to a size, in the store's order of eviction; forced: then pinned pages, too."""
     need = index.total()[1] - max_bytes
     if need <= 0:
         return []

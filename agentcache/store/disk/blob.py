@@ -55,7 +55,7 @@ class Blob:
     start: int = 0
 
     def read(self, section: int, buffers: Sequence[memoryview], done: Progress) -> None:
-        """Fill buffers with a section's bytes, and check them. BlobError: they hold what must not be used."""
+        """Fill buffers with a section's bytes, and authenticate them. BlobError: their contents must not be used."""
         at = self.start + self.plan.at(section)
 
         def pieces() -> Iterator[memoryview]:
@@ -70,20 +70,20 @@ class Blob:
         self._check(section, pieces(), done)
         assert at == self.start + self.plan.at(section + 1)
 
-    def clear(self, section: int, done: Progress = ignore) -> memoryview:
-        """Bytes of a section in new memory, checked and decrypted."""
+    def plain(self, section: int, done: Progress = ignore) -> memoryview:
+        """The plain bytes of a section in new memory, authenticated and decrypted."""
         stored = memoryview(bytearray(self.plan.size(section)))
         self.read(section, [stored], done)
         return self.unsealed(section, stored)
 
     def unsealed(self, section: int, stored: memoryview) -> memoryview:
-        """A checked section's bytes in clear."""
+        """The plain bytes of an authenticated section."""
         if not self.plan.sealed:
             return stored
         return memoryview(bytearray(self.folder.open_sealed(stored, section_context(self.row, section, True))))
 
-    def come(self, section: int, scratch: memoryview, done: Progress = ignore) -> None:
-        """Have the system read a section into its page cache, and check it on the way."""
+    def read_into_cache(self, section: int, scratch: memoryview, done: Progress = ignore) -> None:
+        """Have the system read a section into its page cache, and authenticate it on the way."""
         first, last = self.plan.at(section), self.plan.at(section + 1)
 
         def pieces() -> Iterator[memoryview]:
@@ -95,7 +95,7 @@ class Blob:
         self._check(section, pieces(), done)
 
     def check(self, section: int, whole: memoryview, done: Progress) -> None:
-        """Check a section of a file that is mapped."""
+        """Authenticate a section of a mapped file. whole: the file."""
         first, last = self.plan.at(section), self.plan.at(section + 1)
         self._check(section, (whole[at : min(last, at + MAPPED_PIECE)] for at in range(first, last, MAPPED_PIECE)), done)
 

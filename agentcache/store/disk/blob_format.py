@@ -149,9 +149,9 @@ def _json(value: Any) -> bytes:
 
 def pack(row: Row) -> str:
     """Metadata of a row, from which the index can be rebuilt. JSON inside JSON: any namespace survives it, and other readers."""
-    told = {name: getattr(row, name) for name in PACKED}
-    told |= {"page_key": row.page_key.hex(), "parent": row.parent.hex(), "numerics": sorted(row.numerics), "created": float(row.created)}
-    return _json(told).decode("ascii")
+    fields = {name: getattr(row, name) for name in PACKED}
+    fields |= {"page_key": row.page_key.hex(), "parent": row.parent.hex(), "numerics": sorted(row.numerics), "created": float(row.created)}
+    return _json(fields).decode("ascii")
 
 
 def unpack(text: str) -> Row:

@@ -122,4 +122,4 @@ def verify(folder: Folder, row: Row) -> None:
     with opened(folder, row) as blob:
         scratch = memoryview(bytearray(PIECE))
         for section in range(row.sections):
-            blob.come(section, scratch)
+            blob.read_into_cache(section, scratch)

@@ -21,8 +21,8 @@ from ...kv import PAGE_TOKENS, Page
 from ...kv_spec import KVSpec
 from ...openmp import use_one_thread
 from ...types import Grade, Precision, Reason, StoreOptions
+from ..deletion_log import DeletionLog
 from ..entry import Entry, Match
-from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
 from . import blob_files, blob_io, process_identity, session_rows
@@ -59,28 +59,28 @@ class DiskMatch:
 class DiskTier:
     """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read.
 
-    deletions: those that this process has let go of. seen: the folder's `generation` then. instead: of a folder that this process used
-    before, and that was deleted: the numbers of deletions go on from there.
+    deletions: those that this process has applied. seen_generation: the folder's `generation_stat` then. instead: of a folder that this
+    process used before, and that was deleted: the numbers of deletions go on from there.
     """
 
-    def __init__(self, options: StoreOptions, deletions: Deletions | None = None, *, instead: bool = False) -> None:
+    def __init__(self, options: StoreOptions, deletions: DeletionLog | None = None, *, instead: bool = False) -> None:
         self.options, self.written = options, options.precision
         self.precision: Precision = options.turns if self.written == "exact" else self.written  # the fewest bits that lossy requests get
         self.folder = Folder.open(options.folder, key=options.encryption_key, overwrite=options.overwrite)
-        self.seen = self.folder.generation
+        self.seen_generation = self.folder.generation_stat
         try:
             self.index = Index(self.folder)
         except StoreFullError:  # may be full of what killed writers left
             blob_files.sweep(self.folder, set)  # parts: without the index every finished file counts as named
             self.index = Index(self.folder)
-        self.deletions = deletions or Deletions()
-        self.index.ahead = self.deletions.generation + 1 if instead else 0
+        self.deletions = deletions or DeletionLog()
+        self.index.generation_offset = self.deletions.generation + 1 if instead else 0
         self.process = process_identity.token()
         try:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
             self.deletions.generation = self.index.generation()
             self._known_rate = replace(self.read_rate)  # as the next process knows it
-            self.leases = Leases(self.index, self.process, lambda job: self.writer.insist(job))
+            self.leases = Leases(self.index, self.process, lambda job: self.writer.run_until_done(job))
             made = WriteBudget(options.write_bytes_per_hour), self.index.touch, self.leases.awaited, self.deletions
             self.writer = Writer(self._save, *made)
         except BaseException:  # no more threads, perhaps
@@ -135,11 +135,11 @@ class DiskTier:
         if self.index.present([row.id]) and self.index.has_blobs([row.blob]):
             return None
         deleted, scope = self.index.deletions(self.deletions.generation), Scope(row.namespace, row.fingerprint)
-        gone = any(one.covers(row.namespace, row.created) or one.about(scope) or row.page_key in one.keys for one in deleted)
+        gone = any(one.covers(row.namespace, row.created) or one.covers_adapter(scope) or row.page_key in one.keys for one in deleted)
         return Reason.DELETED if gone else Reason.EVICTED
 
     def quarantine(self, keys: Sequence[bytes], weights: str, why: str) -> None:
-        """Never serve these pages of any adapter over these weights again, nor what continues them; `agentcache verify` shows them."""
+        """Never serve these pages again, nor pages that continue them, of any adapter over these weights."""
         found, seen = (row for key in keys for row in self.index.rows(key=key)), set[int]()
         left = [row for row in found if Scope(row.namespace, row.fingerprint).weights == weights]
         while left:
@@ -161,9 +161,9 @@ class DiskTier:
         return self._compute[fingerprint]
 
     def cost(self, fingerprint: str, measured_ms: float) -> float:
-        """Milliseconds to compute a token, by which reading is judged; 0 where that is unknown or slow disks are not refused.
+        """Milliseconds to compute a token, by which reading is judged; 0 if unknown, or if slow disks are not refused.
 
-        measured_ms: by this process, 0 if it has not; where no process had, it is written down, even if this one is killed.
+        measured_ms: by this process, 0 if it has not. The first measurement of any process is written down at once.
         """
         if measured_ms:
             if not self.compute_ms(fingerprint):
@@ -172,7 +172,7 @@ class DiskTier:
         return self.compute_ms(fingerprint) if self.options.refuse_slow else 0.0
 
     def remember_rates(self, fingerprint: str, ms_per_token: float) -> None:
-        """Leave the measurements to the next process."""
+        """Write the measured rates into the index, for the next process."""
         if ms_per_token:
             self.index.set_meta(f"compute/{process_identity.machine()}/{fingerprint}", repr(ms_per_token))
         if self.read_rate != self._known_rate:
@@ -182,12 +182,12 @@ class DiskTier:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def offer(self, path: list[Entry]) -> None:
-        """Write what is not on disk of a path, and count the rest as used: exact pages, and what continues turns of fewer bits."""
+        """Write the pages of a path that are not on disk, and count the others as used: of exact scopes, and of `options.turns`."""
         if path and path[-1].scope.precision in ("exact", self.options.turns):
             self.writer.offer(path)
 
     def _save(self, pending: PendingWrite) -> tuple[int, str]:
-        """Blob first, row last. Returns the row's id, 0 if there is none, and in a word what became of the page."""
+        """Write a page, blob first, row last. Returns the row's id, 0 if there is none, and the outcome in a word."""
         entry, page, parent = pending.entry, pending.page, pending.entry.parent
         assert parent is not None
         if not self.folder.writable or page.changed:
@@ -255,7 +255,7 @@ class DiskTier:
 
         def asked(connection: sqlite3.Connection) -> bool:
             nonlocal wanted
-            wanted = not any(done.reaches(pending.entry) for done in self.index.deletions_in(connection, pending.generation))
+            wanted = not any(done.covers_lineage(pending.entry) for done in self.index.deletions_in(connection, pending.generation))
             return wanted
 
         try:
@@ -291,18 +291,18 @@ class DiskTier:
         return False
 
     def forget(self, keys: Sequence[bytes], fingerprint: str, grade: Grade = "exact") -> None:
-        """Remove pages that should never have been admitted, in whatever precision; those of fewer bits only, if such a scope did."""
+        """Remove pages that should never have been admitted: in every precision, or in that of a lossy `grade` alone."""
         found = (row for key in keys for row in self.index.rows(key=key, fingerprint=fingerprint))
         wrong = [row.id for row in found if grade == "exact" or row.precision == grade]
         blob_files.remove(self.folder, self.index.remove(wrong, force=True))
 
-    def take_back(self, keys: Sequence[bytes], scope: Scope) -> None:
-        """The same, those on their way too; later, where that fails: whoever asks has to scrub its pages in any case."""
+    def retract(self, keys: Sequence[bytes], scope: Scope) -> None:
+        """The same, with pages on their way to disk; tried again later where it fails: the caller has to zero its pages in any case."""
         self.writer.discard(frozenset(keys))
         try:
             self.forget(keys, scope.fingerprint, scope.precision)
         except StoreError:
-            self.writer.insist(lambda: self.forget(keys, scope.fingerprint, scope.precision))
+            self.writer.run_until_done(lambda: self.forget(keys, scope.fingerprint, scope.precision))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
         """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.
@@ -340,7 +340,7 @@ class DiskTier:
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
     def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids as which the model wrote the message that ends the history `key`."""
+        """Keep the ids that the model generated for the message that ends the history `key`."""
         packed, since, made = as_ids(ids).tobytes(), self.deletions.generation, time.time()
         self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)], since, made), vital=False)
 

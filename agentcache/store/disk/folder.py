@@ -108,16 +108,16 @@ class Folder:
         return self.path / INDEX
 
     @property
-    def generation(self) -> tuple[int, ...]:
-        """Changes with each deletion, and when the folder is deleted: one look at one file."""
+    def generation_stat(self) -> tuple[int, ...]:
+        """The identity of the file `generation`, () without one: it changes with each deletion, and when the folder is deleted."""
         try:
-            found = os.stat(self.path / "generation")
+            status = os.stat(self.path / "generation")
         except OSError:
             return ()
-        return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size
+        return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
-    def tell_generation(self, number: int) -> None:
-        """Let all who look at `generation` see that something was deleted."""
+    def write_generation(self, number: int) -> None:
+        """Replace the file `generation`: running processes that look at it see that something was deleted."""
         try:
             with locked(self.path):
                 put(self.path / "generation", f"{number}\n".encode())

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from .disk_tier import DiskTier
 
 
-def rewrite_all(disk: DiskTier, idle_s: float, told: Callable[[int], None]) -> None:
-    """Store turns of sessions that are idle so long in fewer bits, a page at a time, within what may be written. On the writing thread.
+def rewrite_all(disk: DiskTier, idle_s: float, on_rewritten: Callable[[int], None]) -> None:
+    """Store turns of sessions that are idle so long in fewer bits, a page at a time, within the write budget. On the writing thread.
 
-    told: hears the number of each row.
+    on_rewritten: called with the id of each row.
     """
     left = deque(due(disk.index, idle_s))
 
@@ -37,7 +37,7 @@ def rewrite_all(disk: DiskTier, idle_s: float, told: Callable[[int], None]) -> N
             return
         disk.writer.after(one)
         id, spare = rewrite(disk.index, *left.popleft(), disk.precision)
-        told(id)
+        on_rewritten(id)
         blob_files.remove(disk.folder, spare)
 
     one()
@@ -56,7 +56,7 @@ def due(index: Index, idle_s: float) -> list[tuple[bytes, str]]:
 
 
 def rewrite(index: Index, key: bytes, fingerprint: str, precision: Precision) -> tuple[int, Sequence[Row]]:
-    """Store an exact page in fewer bits; the number of its row, and the rows whose blobs are to be unlinked now.
+    """Store an exact page in fewer bits; returns the id of its row (0: it stays), and the rows whose blobs are to be unlinked now.
 
     StoreError: it cannot be stored so. A page that is damaged is quarantined.
     """
@@ -86,7 +86,7 @@ def _size(index: Index, key: bytes, fingerprint: str, precision: Precision) -> i
 
 
 def _section(blob: Blob, number: int, precision: Precision) -> list[memoryview]:
-    stored = blob.clear(number)
+    stored = blob.plain(number)
     if number == len(blob.row.widths):  # checkpoints stay as they are
         return [stored]
     exact = tensors(blob.row, number, stored)

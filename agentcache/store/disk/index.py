@@ -36,7 +36,7 @@ UNDER = "parent = ? AND fingerprint = ? AND precision = ?"
 class Index(IndexMetadata):
     """The index of one store. Thread safe; many processes may hold it at once, and a fork of one may go on using it.
 
-    StoreCorruptError: the file is damaged, `rebuild` makes it anew. In a read-only folder what would write does nothing and says so.
+    StoreCorruptError: the file is damaged, `rebuild` makes it anew. In a read-only folder methods that write do nothing.
     """
 
     def __enter__(self) -> Index:
@@ -150,8 +150,8 @@ class Index(IndexMetadata):
             sql = f"SELECT {COLUMNS} FROM pages WHERE id IN ({', '.join('?' * len(some))}) ORDER BY id"
             yield from self._sound(self._all(sql, *some))
 
-    def whole(self, keys: Sequence[str], fingerprint: str) -> bool:
-        """Tell whether all these pages (keys in hexadecimal) are there, and not quarantined."""
+    def has_pages(self, keys: Sequence[str], fingerprint: str) -> bool:
+        """Tell whether all these pages (keys in hexadecimal) have rows that are not quarantined."""
         sql = "SELECT 1 FROM pages WHERE page_key = ? AND fingerprint = ? AND bad IS NULL"
         asked = [(bytes.fromhex(key), fingerprint) for key in keys]
         return self.database.read(lambda connection: all(connection.execute(sql, one).fetchone() for one in asked))
@@ -161,13 +161,13 @@ class Index(IndexMetadata):
         return self.database.read(lambda connection: connection.execute("SELECT rows, bytes FROM totals").fetchone())
 
     def present(self, ids: Iterable[int]) -> set[int]:
-        """Those of these rows that are there, and not quarantined."""
+        """The subset of these row ids that exist and are not quarantined."""
         wanted = list(ids)
         sql = "SELECT 1 FROM pages WHERE id = ? AND bad IS NULL"
         return self.database.read(lambda connection: {id for id in wanted if connection.execute(sql, (id,)).fetchone()})
 
     def has_blobs(self, names: Iterable[str]) -> set[str]:
-        """Those of these blobs that a row names."""
+        """The subset of these blob names that a row has."""
         wanted = list(names)
         sql = "SELECT 1 FROM pages WHERE blob = ?"
         return self.database.read(lambda connection: {name for name in wanted if connection.execute(sql, (name,)).fetchone()})
@@ -210,8 +210,8 @@ class Index(IndexMetadata):
         return False
 
     def _covered(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
-        """Shorter partial pages that `row` begins with, and the same page in fewer bits. One computed by fewer kinds of machines is bitwise
-        for more, and stays."""
+        """Delete shorter partial pages that `row` begins with, and the same page in fewer bits; returns them. A page of fewer numerics
+        stays: it is bitwise for more machines."""
         same = "(precision = ? AND tokens < ?)" if row.precision != "exact" else "(precision = ? AND tokens < ? OR precision != 'exact')"
         sql = f"SELECT {COLUMNS} FROM pages WHERE parent = ? AND fingerprint = ? AND {same} AND head = ? AND role <= ?"
         head = schema.head(self.folder, row.ids)
@@ -225,7 +225,7 @@ class Index(IndexMetadata):
         return _delete(connection, gone)
 
     def _crowded(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
-        """The longest unused partial pages under the parent of `row`, beyond CHILDREN. They have no children."""
+        """Delete the least recently used partial pages under the parent of `row`, beyond CHILDREN; returns them. They have no children."""
         if row.tokens == PAGE_TOKENS:
             return []
         beside = (row.parent, row.fingerprint, row.precision)

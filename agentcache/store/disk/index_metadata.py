@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from ...errors import StoreError
 from ..deletion import Deletion
-from ..heard_deletions import MOST
+from ..deletion_log import MOST
 from ..keys import Ids
 from ..tool_group import ToolGroup
 from . import process_identity
@@ -51,12 +51,12 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
 class IndexMetadata:
     """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database.
 
-    ahead: by how much this process's numbers of deletions are larger than the store's, because it has used another store before.
+    generation_offset: added to the store's numbers of deletions, in a process that has used another store before.
     """
 
     def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
-        self.ahead = 0
+        self.generation_offset = 0
         self.database = Database(folder, SCHEMA, VERSION, path, unshared=unshared)
         try:
             if self.database.read(totals) is None:
@@ -70,27 +70,27 @@ class IndexMetadata:
 
     # -- deletions -------------------------------------------------------------------------------------------------
 
-    def record_deletion(self, done: Deletion) -> None:
+    def record_deletion(self, deletion: Deletion) -> None:
         """Number a deletion, before its pages go: writers know of it from now on."""
         if self.folder.writable:
-            self.folder.tell_generation(self.database.write(lambda connection: _record(connection, done)))
+            self.folder.write_generation(self.database.write(lambda connection: _record(connection, deletion)))
 
     def deletions(self, since: int) -> list[Deletion]:
-        """Those after a generation, in order."""
+        """The deletions after a generation, in order; one of everything where they are not all known any more."""
         return self.database.read(lambda connection: self.deletions_in(connection, since))
 
     def deletions_in(self, connection: sqlite3.Connection, since: int) -> list[Deletion]:
         """The same in a transaction."""
         sql = f"SELECT {DELETION}, generation FROM deletions WHERE generation > ? ORDER BY generation"
-        found = [_deletion(record) for record in connection.execute(sql, (since - self.ahead,))]
+        found = [_deletion(record) for record in connection.execute(sql, (since - self.generation_offset,))]
         newest = found[-1].generation if found else _generation(connection)
-        if len(found) != newest - since + self.ahead:  # not all are known any more: of everything
+        if len(found) != newest - since + self.generation_offset:  # not all are known any more: of everything
             found = [Deletion(generation=_generation(connection))]
-        return [replace(one, generation=one.generation + self.ahead) for one in found]
+        return [replace(one, generation=one.generation + self.generation_offset) for one in found]
 
     def generation(self) -> int:
         """The number of the last one."""
-        return self.database.read(_generation) + self.ahead
+        return self.database.read(_generation) + self.generation_offset
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class IndexMetadata:
 
         def put(connection: sqlite3.Connection) -> None:
             gone = self.deletions_in(connection, since) if since is not None else ()
-            if any(one.covers(about[0], group.created) or one.names(*about[:2]) or one.about(group.scope) for one in gone):
+            if any(deletion.covers_group(group) for deletion in gone):
                 return
             last = group.merge(next(iter(self._groups(connection, *about)), None))
             sealed = guard(self.folder, last.to_json().encode(), named("group", *about))
@@ -220,11 +220,11 @@ class IndexMetadata:
         return unguard(self.folder, found[0][0], named("splice", namespace, key)) if found else None
 
     def drop_splices(self, namespace: str | None = None, before: float | None = None) -> int:
-        """Forget those of a namespace (None: of all), made before that time (None: at any time); returns how many."""
+        """Forget generated ids of a namespace (None: of all), made before that time (None: at any time); returns how many."""
         return self._drop("splices", namespace, before)
 
     def drop_named_splices(self, namespace: str, names: Iterable[str]) -> int:
-        """Forget those of these names, in hexadecimal; returns how many."""
+        """Forget the generated ids of these names, in hexadecimal; returns how many."""
         wanted = [(namespace, bytes.fromhex(name)) for name in names]
         sql = "DELETE FROM splices WHERE namespace = ? AND key = ?"
         return self._write(lambda connection: connection.executemany(sql, wanted).rowcount, 0) if wanted else 0
@@ -272,7 +272,7 @@ class IndexMetadata:
         self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, guard(self.folder, value.encode(), named("meta", key))))
 
     def unfinished(self) -> list[tuple[str, str]]:
-        """Key and value of what processes that have ended were deleting."""
+        """Keys and values of deletions whose processes ended amid them."""
         sql = f"SELECT key FROM meta WHERE key >= '{DELETING}/' AND key < '{DELETING}0'"
         dead = [key for (key,) in self._all(sql) if not process_identity.alive(key.split("/")[-1], 0.0)]
         return [(key, self.get_meta(key) or "") for key in dead]
@@ -325,7 +325,7 @@ class IndexMetadata:
         return {**self._snapshot(count), "counters": self.counters()}
 
     def recount(self) -> None:
-        """Mend totals that are not what there is: who makes room believes them, and would evict all pages for too large ones."""
+        """Correct wrong totals: making room trusts them, and would evict all pages for too large ones."""
 
         def wrong(connection: sqlite3.Connection) -> tuple[int, ...] | None:
             known, right = totals(connection), counted(connection)
@@ -389,7 +389,7 @@ def _deletion(record: tuple[Any, ...]) -> Deletion:
 
 
 def where(before: float | None = None, **wanted: object) -> tuple[str, list[object]]:
-    """The condition that columns have these values, and were created before that time, as far as they are given; and its values."""
+    """SQL's WHERE clause for rows with these columns, created before that time (None: any), and its values."""
     given = {f"{name} = ?": value for name, value in wanted.items()} | {"created < ?": before}
     given = {term: value for term, value in given.items() if value is not None}
     return f" WHERE {' AND '.join(('1', *given))}", list(given.values())

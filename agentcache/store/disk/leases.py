@@ -1,4 +1,4 @@
-"""Leases of this process: prefixes that it computes while others wait, and those that it waits for. Knows no pages.
+"""Leases of this process: prefixes that it computes while others wait, and prefixes that it waits for. Knows no pages.
 
 taken ──> computed ──> written ──> released        a writer learns from `awaited` that another process waits for one of them
 """
@@ -41,7 +41,7 @@ class Leases:
         return frozenset(self._held)
 
     def take(self, key: bytes, fingerprint: str) -> Lease | None:
-        """Say that this process computes a prefix. None: it does, from now on; else the lease of a live process, or its own.
+        """Take the lease of a prefix that this process computes. None: it is taken; else the lease of the live process that has it.
 
         StoreBusyError at once, if another process holds the file: the answer waits for no write.
         """
@@ -72,7 +72,7 @@ class Leases:
         return bool(self._index.database.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
 
     def release(self, key: bytes, fingerprint: str) -> None:
-        """Give back a prefix that is computed, or will not be, once its pages are written."""
+        """Release a prefix that is computed, or will not be, once its pages are written."""
         self._computed.add((key, fingerprint))
         self._after(lambda: self._release(key, fingerprint))
 

@@ -84,7 +84,7 @@ class Filling:
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
                 blob.check(layer, self.mapped, done)
             else:
-                blob.come(layer, scratch(PIECE), done)
+                blob.read_into_cache(layer, scratch(PIECE), done)
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
             if self.stays and not states:
                 return
@@ -149,7 +149,7 @@ class Filling:
         assert self.blob is not None and self.mapped is not None and self.file is not None
         plan, spec = self.blob.plan, self.page.spec
         count = PAGE_TOKENS * spec.token_bytes // spec.dtype.itemsize
-        self.page.lie_in(torch.frombuffer(self.mapped, dtype=spec.dtype, count=count, offset=plan.at(0)), self.file)
+        self.page.use_mapped(torch.frombuffer(self.mapped, dtype=spec.dtype, count=count, offset=plan.at(0)), self.file)
 
 
 class Reading:

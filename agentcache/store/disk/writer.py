@@ -21,8 +21,8 @@ from ...errors import FAULTS, StoreBusyError, StoreFullError
 from ...kv import PAGE_TOKENS, Page
 from ...openmp import use_one_thread
 from ..deletion import Deletion
+from ..deletion_log import DeletionLog
 from ..entry import Entry
-from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope
 from ..policy import WriteBudget
 
@@ -82,12 +82,12 @@ class Writer:
     """The one thread that writes. offer() and after() from any thread; flush() waits; close() flushes.
 
     save: writes one page. touch: counts rows as used and returns those that are gone. awaited: whether other processes wait for a
-    prefix. counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is
-    computed. failure: the last disk error, in words. deletions: offered pages have survived those.
+    prefix. counts: pages by outcome, in a word. budget: bytes that `save` may write. quiet: set while no request is computed. failure: the
+    last disk error, in words. deletions: those that offered pages have survived.
     """
 
     def __init__(
-        self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool], deletions: Deletions
+        self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool], deletions: DeletionLog
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.quiet = threading.Event()
@@ -123,7 +123,7 @@ class Writer:
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def offer(self, path: list[Entry], settled: bool = False) -> None:
-        """Write those of these entries, root first, that are not on disk; the last one, if it may still grow, once it has settled."""
+        """Queue the entries, root first, that are not on disk; the last one, if it may still grow, is written once it has settled."""
         now = time.monotonic()
         with self._deletions.lock, self._changed:  # else an entry may grow between two looks at it
             if self._closing:
@@ -160,20 +160,20 @@ class Writer:
                 self._jobs.append((next(self._numbers), job))
                 self._changed.notify_all()
 
-    def insist(self, job: Callable[[], object]) -> None:
-        """Run `job` as `after` does, and again as long as the disk is full, or other processes are busy with it."""
+    def run_until_done(self, job: Callable[[], object]) -> None:
+        """Run `job` as `after` does, and again as long as the disk is full, or other processes keep the index busy."""
 
-        def tried() -> None:
+        def attempt() -> None:
             try:
                 job()
             except (StoreBusyError, StoreFullError):
-                self.after(tried)
+                self.after(attempt)
                 raise
 
-        self.after(tried)
+        self.after(attempt)
 
     def discard(self, keys: frozenset[bytes]) -> None:
-        """Forget pages that turned out to be wrong; one that is being written now is on disk once this returns."""
+        """Take wrong pages out of the queue; one that is being written now is on disk once this returns."""
         with self._changed:
             for known in [p for p in self._pending.values() if p.key in keys]:
                 del self._pending[known.name]
@@ -181,9 +181,9 @@ class Writer:
                 self._changed.wait()
 
     def drop(self, deletion: Deletion) -> None:
-        """Forget pages that were deleted on purpose. One that is being written now is refused by the index."""
+        """Take deleted pages out of the queue. One that is being written now is refused by the index."""
         with self._changed:
-            for known in [p for p in self._pending.values() if deletion.reaches(p.entry)]:
+            for known in [p for p in self._pending.values() if deletion.covers_lineage(p.entry)]:
                 del self._pending[known.name]
             self._changed.notify_all()
 
@@ -208,7 +208,7 @@ class Writer:
         return self.counts["failed"] + self.counts["no room"]
 
     def abandon(self) -> None:
-        """Write nothing any more, what waits included, and end once the page that is being written is done."""
+        """Empty the queue, and end the thread after the page that is being written."""
         with self._changed:
             self._closing = self._abandoned = True
             self._pending.clear()

@@ -3,9 +3,8 @@
 over the device's budget    the page used longest ago moves to the host, where that is other memory; else such a leaf is dropped
 over the host's budget      such a leaf there is dropped
 
-Leaves of turns and prefixes go first, tool groups last, pinned pages never, nor those whose memory another page shares: it would not be
-freed. Eviction writes nothing: the writer was offered each page when
-it was admitted (Store.admit), and holds those that still wait. The owner's lock guards it.
+Leaves of turns and prefixes go first, tool groups last, pinned pages never, nor those whose memory another page shares: none is freed.
+Eviction writes nothing: the writer was offered each page when it was admitted (Store.admit). The owner's lock guards it.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Eviction:
                 self._order.move_to_end(id(above))
 
     def retire(self, path: Sequence[Entry]) -> None:
-        """Count pages, root first, as the ones used longest ago."""
+        """Make pages, root first, the least recently used ones."""
         for entry in path:
             self._order.move_to_end(id(entry), last=False)
 

@@ -98,7 +98,7 @@ class PrefixTree:
             self.index.add(entry)
 
     def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
-        """Part of a path that lies on the device: all of it, unless it is longer than the device's budget."""
+        """The part of a path that lies on the device, and its tokens: all of it, unless it is longer than the device's budget."""
         count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
         return path[:count], min(at, count * PAGE_TOKENS)
 
@@ -189,7 +189,7 @@ class PrefixTree:
     def admit(
         self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str, prefix_tokens: int = 0, evict: bool = True
     ) -> list[Entry]:
-        """Keep `pages`, which hold `ids` from the start, and return what holds them now. Known pages are not kept twice.
+        """Keep `pages`, which hold `ids` from the start, and return their entries. Known pages are not kept twice.
 
         The last page may be partly filled; a longer one replaces a shorter. numerics: digests of all kernels that computed them.
         prefix_tokens: length of the stable part of the prompt.
@@ -241,7 +241,7 @@ class PrefixTree:
         return child
 
     def _take_checkpoints(self, entry: Entry, page: Page, tokens: int, numerics: frozenset[str]) -> None:
-        """Add those that another page with the same first tokens has: a sequence that was branched made them, in pieces of its own."""
+        """Add checkpoints of another page with the same first tokens: a branched sequence made them, in pieces of its own."""
         assert entry.page is not None
         if entry.scope.precision != "exact" and self.eviction.shared(entry):
             return  # it is lent, as in _keep
@@ -261,10 +261,10 @@ class PrefixTree:
         self._log.discard(entry.key)
         self.changes += 1
 
-    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[Key]:
+    def retract(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[Key]:
         """Take back what a failed request admitted: tokens of `ids` after the first `since`, where they lie in its own `pages`.
 
-        Returns the keys of what is gone.
+        Returns the keys of the dropped pages.
         """
         own = {id(page) for page in pages}
         with self.lock:
@@ -281,7 +281,7 @@ class PrefixTree:
             return [scope, *(other for other in self._roots if other != scope and replace(other, fingerprint=other.weights) == base)]
 
     def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[Key]:
-        """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
+        """Drop the page in which `ids` end and those that continue it, pinned or not; returns their keys."""
         with self.lock:
             path, at = self._walk(scope, ids, len(ids))
             return self._drop_tree(path[-1], reason) if path and at == len(ids) else []
@@ -295,13 +295,13 @@ class PrefixTree:
             self.pins.release_evicted()
 
     def remove(self, deletion: Deletion) -> tuple[int, int]:
-        """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.
+        """Drop the pages that a deletion covers, and those that continue them; returns (pages, bytes).
 
-        Of one tool group: what others have pinned stays, and no more of a page than they have.
+        Of one tool group: tokens that others have pinned stay.
         """
         with self.lock:
             pages, size = len(self), self.bytes + self.eviction.host_bytes
-            for entry in [entry for entry in self.eviction if deletion.takes(entry)]:
+            for entry in [entry for entry in self.eviction if deletion.covers_page(entry)]:
                 kept = self.pins.tokens(entry) if deletion.group is not None else 0
                 if entry.page is not None and kept < len(entry.ids):
                     self._shorten(entry, kept, Reason.DELETED)
@@ -314,7 +314,7 @@ class PrefixTree:
             return self.pins.paths
 
     def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[Key]:
-        """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
+        """Keep the first `kept` tokens of a page, and no page that continues it; returns the keys of dropped pages."""
         if not kept:
             return self._drop_tree(entry, reason)
         gone = [key for child in list(entry.children.values()) for key in self._drop_tree(child, reason)]
@@ -340,7 +340,7 @@ class PrefixTree:
             return len(path)
 
     def release_pin(self, name: PinName, role: Role = Role.GROUP, first: bool = False) -> bool:
-        """Take back one pin of that name and role; False if there is none. first: what only it needs is evicted before all else."""
+        """Release one pin of that name and role; False if there is none. first: pages that only it pinned are evicted before all others."""
         with self.lock:
             released, idle = self.pins.release(name, role), list[Entry]()
             for entry in reversed(released) if first else ():
@@ -352,7 +352,7 @@ class PrefixTree:
             return bool(released)
 
     def _drop_tree(self, entry: Entry, reason: Reason) -> list[Key]:
-        """Drop a page and what hangs under it; the deepest first. Returns their keys."""
+        """Drop a page and all its descendants, the deepest first; returns their keys."""
         below = [entry]
         for known in below:
             below.extend(known.children.values())

@@ -20,12 +20,12 @@ class CacheCounts(BaseCallbackHandler):
     """
 
     def __init__(self) -> None:
-        self._heard = AnswerCounts()
+        self._answers = AnswerCounts()
 
     @property
     def stats(self) -> dict[str, dict[str, float]]:
         """The counts so far."""
-        return self._heard.told(None)
+        return self._answers.stats(None)
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         """Count an answer that has ended."""
@@ -37,4 +37,4 @@ class CacheCounts(BaseCallbackHandler):
                 account = said.get("agentcache")
             if account is not None:
                 for told in filter(None, (account, account.get("draft"))):
-                    self._heard.hear({**told, "finish_reason": said.get("finish_reason")})
+                    self._answers.count({**told, "finish_reason": said.get("finish_reason")})

@@ -129,7 +129,7 @@ def _placed(out: dict[str, Any]) -> None:
 def _hint(name: str, known: Collection[str]) -> str:
     if name in _INSTEAD:
         return f"; {_INSTEAD[name]}"
-    return foreign_settings.meant([name], [each for each in known if not each.startswith("_")])
+    return foreign_settings.did_you_mean([name], [each for each in known if not each.startswith("_")])
 
 
 def template_text(given: Any) -> Any:

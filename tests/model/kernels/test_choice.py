@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.model import machine, numerics
+from agentcache.model import machine_report, numerics
 from agentcache.model.hf import HFModel
 from agentcache.model.kernels import choice, jit
 from tests import models
@@ -42,7 +42,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, **ms: float) -> list[torch.dtype]:
 def test_another_kernel_is_chosen_where_it_is_clearly_faster(library: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, onednn=10.0, library=library)
     assert choice.choose(FP32) == chosen
-    assert machine.describe()["float32"]["kernels_ms"] == {"onednn": 10.0, "library": library}
+    assert machine_report.describe()["float32"]["kernels_ms"] == {"onednn": 10.0, "library": library}
 
 
 def test_later_processes_find_the_measurement_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from agentcache.errors import StorePermissionError
 from agentcache.store.admin import check
 from agentcache.store.admin.check import pages_of, verify
-from agentcache.store.admin.prune import finish, prune
+from agentcache.store.admin.prune import finish_deletions, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.database import Database
 from agentcache.store.disk.folder import Folder
@@ -367,7 +367,7 @@ def test_a_group_warmed_since_a_killed_deletion_stays(shop: Shop, index: Index, 
         with pytest.raises(KeyboardInterrupt):
             prune(shop.folder, index, group=index.groups()[0], force=True)
     told, new = index.generation(), store_group(index, warmed, "harbour")
-    finish(shop.folder, index)
+    finish_deletions(shop.folder, index)
     assert index.generation() == told, "else running processes would unpin the new group"
     assert {row.id for row in index.rows()} == {row.id for row in [*new, *shop.others]}
     [group] = index.groups()
@@ -388,7 +388,7 @@ def test_adapter_pages_written_since_a_killed_deletion_stay(shop: Shop, index: I
         with pytest.raises(KeyboardInterrupt):
             prune(shop.folder, index, group="adapter", force=True)
     told, new = index.generation(), store_group(index, random_ids(600, 2), "mole", scope=scope)
-    finish(shop.folder, index)
+    finish_deletions(shop.folder, index)
     assert index.generation() == told
     assert {row.id for row in index.rows(fingerprint=scope.fingerprint)} == {row.id for row in new}
     assert {group.name for group in index.groups()} == {"harbour", "mole"}
@@ -406,7 +406,7 @@ def test_a_killed_deletion_leaves_no_row_without_its_blob(shop: Shop, index: Ind
         with pytest.raises(KeyboardInterrupt):
             prune(shop.folder, index, group=index.groups()[0], force=True)
     store_group(index, PROMPT, "harbour")  # finds the rows
-    finish(shop.folder, index)
+    finish_deletions(shop.folder, index)
     assert verify(shop.folder).sound
     assert [group.name for group in index.groups()] == ["harbour"]
 
@@ -507,4 +507,4 @@ def test_nothing_deleted_stays_in_the_log(shop: Shop, index: Index) -> None:
 
 def test_described_leaves_out_what_is_no_page(shop: Shop) -> None:
     flip(blob_path(shop.folder, shop.rows[0]), 100)
-    assert len(list(check.described(shop.folder))) == 4
+    assert len(list(check.rows_of_blobs(shop.folder))) == 4

@@ -413,9 +413,15 @@ def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatc
         os.close(fd)
     short = blob_io.write(folder, unstored_row(tokens=100), original)
     read: list[str] = []
-    monkeypatch.setattr(blob.Blob, "come", lambda self, *rest, come=blob.Blob.come: (read.append("come"), come(self, *rest))[1])
-    monkeypatch.setattr(blob.Blob, "check", lambda self, *rest, check=blob.Blob.check: (read.append("check"), check(self, *rest))[1])
-    cases: list[tuple[bool, bool, list[str]]] = [(False, True, []), (False, False, []), (True, False, ["come"]), (True, True, ["check"])]
+    for way in (into_cache := "read_into_cache", "check"):
+        inner = getattr(blob.Blob, way)
+        monkeypatch.setattr(blob.Blob, way, lambda self, *rest, way=way, inner=inner: (read.append(way), inner(self, *rest))[1])
+    cases: list[tuple[bool, bool, list[str]]] = [
+        (False, True, []),
+        (False, False, []),
+        (True, False, [into_cache]),
+        (True, True, ["check"]),
+    ]
     for local, cached, which in cases:
         monkeypatch.setattr(blob_files, "local", lambda path, local=local: local)
         monkeypatch.setattr(blob_files, "in_memory", lambda fd, size, cached=cached: cached)

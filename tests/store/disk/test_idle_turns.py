@@ -15,7 +15,7 @@ from agentcache.store.disk import blob_files, blob_io, idle_turns
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
-from agentcache.turn_precision import TurnsFound, place, save
+from agentcache.turn_precision import TurnsFound, path_of, save
 from agentcache.types import StoreOptions
 from tests.asking import user
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text
@@ -180,8 +180,8 @@ def test_int4_turns_need_a_calibration_that_passed(tmp_path: Path, model: Any) -
             running.session("alice")
         for changed, calls, tail, said in ((0, 40, 0.5, "KL of the 99th"), (1, 40, 0.001, "1 of 40"), (0, 3, 0.001, "0 of 3")):
             found = TurnsFound(50, calls, changed, 500, 1.0, 0.0, tail, tail)
-            save(place(tmp_path / "store", weights), weights, 0.02, {"int4": found})
+            save(path_of(tmp_path / "store", weights), weights, 0.02, {"int4": found})
             with pytest.raises(CalibrationError, match=f"did not pass.*{said}"):
                 running.session("alice")
-        save(place(tmp_path / "store", weights), weights, 0.02, {"int4": TurnsFound(50, 40, 0, 500, 1.0, 0.0, 0.001, 0.01)})
+        save(path_of(tmp_path / "store", weights), weights, 0.02, {"int4": TurnsFound(50, 40, 0, 500, 1.0, 0.0, 0.001, 0.01)})
         assert running.session("alice").tokens == 0

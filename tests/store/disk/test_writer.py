@@ -98,10 +98,10 @@ def test_a_page_cut_while_it_is_offered_is_sound(store: Store, monkeypatch: pyte
     assert store.disk
     store.admit(SCOPE, IDS[:100], [SHORT], "n")
     [entry] = store.tree.path(SCOPE, IDS[:100])
-    cut: Any = Interrupted(entry, store, "key", lambda: store.forget(SCOPE, IDS[:100], 50, [SHORT]))
+    cut: Any = Interrupted(entry, store, "key", lambda: store.retract(SCOPE, IDS[:100], 50, [SHORT]))
     writer = store.disk.writer
     writer.discard(frozenset([entry.key]))
-    monkeypatch.setattr(store.disk, "take_back", lambda *_: cut.moved.set())
+    monkeypatch.setattr(store.disk, "retract", lambda *_: cut.moved.set())
     writer.after(lambda: writer.write([cut]))
     assert store.flush(), writer.failure
     cut.thread.join(30)

@@ -235,11 +235,11 @@ def test_forget_takes_back_own_pages_and_nothing_else() -> None:
         page.filled = PAGE_TOKENS
     store.admit(HERE, as_ids(full), [pages[0], *own], frozenset("n"))
     assert store.match(HERE, as_ids([*full, 0])).tokens == len(full)
-    store.forget(HERE, as_ids(full), len(shared), own)
+    store.retract(HERE, as_ids(full), len(shared), own)
     assert store.match(HERE, as_ids([*full, 0])).tokens == len(shared)
     assert store.match(HERE, as_ids([*shared, 0])).pages == tuple(pages)
     assert len(store) == 2
-    store.forget(HERE, as_ids(full), 0, [Page(SPEC)])
+    store.retract(HERE, as_ids(full), 0, [Page(SPEC)])
     assert len(store) == 2, "somebody else's pages"
     check_store(store)
 

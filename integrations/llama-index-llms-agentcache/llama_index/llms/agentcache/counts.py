@@ -19,7 +19,7 @@ class CacheCounts(BaseEventHandler):
     `get_dispatcher().add_event_handler(CacheCounts())` begins. At most four refusals of an answer are counted: more are no part of `raw`.
     """
 
-    _heard: AnswerCounts = PrivateAttr(default_factory=AnswerCounts)
+    _answers: AnswerCounts = PrivateAttr(default_factory=AnswerCounts)
 
     @classmethod
     def class_name(cls) -> str:
@@ -28,11 +28,11 @@ class CacheCounts(BaseEventHandler):
     @property
     def stats(self) -> dict[str, dict[str, float]]:
         """The counts so far."""
-        return self._heard.told(None)
+        return self._answers.stats(None)
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Count an answer that has ended."""
         if isinstance(event, ReceiptEvent):
             told = event.receipt
             written = {"completion_tokens": told["usage"]["completion_tokens"], "finish_reason": told["finish_reason"]}
-            self._heard.hear({**told["receipt"], **written})
+            self._answers.count({**told["receipt"], **written})

@@ -78,7 +78,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     given = in_our_words(given)
     known = {*SAMPLING, *REQUEST, *FORMS, *TOOLS}
     if unknown := sorted(set(given) - known):
-        raise ConfigError(f"unknown options {unknown!r}: known are {sorted(known)!r}{foreign_settings.meant(unknown, known)}")
+        raise ConfigError(f"unknown options {unknown!r}: known are {sorted(known)!r}{foreign_settings.did_you_mean(unknown, known)}")
     said = {name: value for name, value in given.items() if value is not None}
     if not isinstance(space := said.get("namespace", ""), str):
         raise ConfigError(f"namespace={space!r:.200}: must be a text")

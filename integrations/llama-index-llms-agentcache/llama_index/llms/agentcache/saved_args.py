@@ -68,7 +68,7 @@ def renamed(model: Any, given: Mapping[str, Any], fields: Collection[str]) -> tu
     if every:
         options["additional_kwargs"] = joined(mapping("additional_kwargs", options.get("additional_kwargs")), every, "additional_kwargs")
     if unknown := sorted(set(options) - {*ENGINE, *fields}):
-        near = foreign_settings.meant(unknown, {*ENGINE, *fields, *SAMPLING, *REQUEST, *FORMS})
+        near = foreign_settings.did_you_mean(unknown, {*ENGINE, *fields, *SAMPLING, *REQUEST, *FORMS})
         raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them{near}")
     return model, options
 

@@ -18,9 +18,9 @@ def open_model(model: Any, tokenizer: Any, loading: Loading, others: Iterable[st
     for name in loading.keys() - Loading.__annotations__.keys():
         way = "it is a field of Sampling, which a request takes"
         if name not in Sampling.__dataclass_fields__:
-            from ..foreign_settings import meant
+            from ..foreign_settings import did_you_mean
 
-            way = f"docs/configure.md has all{meant([name], [*(others or ()), *Loading.__annotations__])}"
+            way = f"docs/configure.md has all{did_you_mean([name], [*(others or ()), *Loading.__annotations__])}"
         raise TypeError(f"{name}={loading.get(name)!r:.200}: an engine has no such option; {way}")
     with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
         opening = loader.submit(_opened, model, tokenizer, loading)
