@@ -11,7 +11,7 @@ import pytest
 from agentcache import Constraint, Reason, volatile
 from agentcache.approximate.windows import NAMESPACES, TokenTexts
 from agentcache.errors import ConfigError
-from agentcache.layout import canonical, declared, request
+from agentcache.layout import canonical, request
 from agentcache.layout.template import Template
 from agentcache.layout.tokenise import Encoder
 from agentcache.store.keys import Scope
@@ -92,7 +92,6 @@ def test_nothing_that_another_namespace_sent_is_worked_out_already(monkeypatch: 
 
     spy(canonical, "_canonical_message")
     spy(request, "canonical_tools")
-    spy(declared, "_take")
     spy(Template, "render")
     spy(Encoder, "_encode", lambda _, text: len(text))
     spy(llguidance, "LLMatcher")
@@ -109,7 +108,7 @@ def test_nothing_that_another_namespace_sent_is_worked_out_already(monkeypatch: 
 
         work("other", "gale")  # what is found out once per engine
         first = work("one", "calm")
-        assert set(first) == {"_canonical_message", "canonical_tools", "_take", "render", "_encode", "LLMatcher"}
+        assert set(first) == {"_canonical_message", "canonical_tools", "render", "_encode", "LLMatcher"}
         assert work("two", "calm") == first
         again = work("one", "calm")
         assert all(again[name] < first[name] for name in first)
