@@ -218,7 +218,7 @@ class Database:
         """Make the tables unless they are there."""
         if self._known(connection):
             return
-        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")):
+        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")) and not self._known(connection):  # nor made meanwhile
             raise corrupt(self.path, "it is empty, yet there are pages")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
@@ -240,6 +240,7 @@ class Database:
             raise corrupt(self.path, "it has no tables")
 
     def _known(self, connection: sqlite3.Connection) -> bool:
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]  # first: another process may be making them
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if application == APPLICATION:
@@ -253,7 +254,7 @@ class Database:
                     f"{str(self.path)!r} is of version {version!r}, this one reads {self._version!r}: name another folder, or delete it"
                 )
             raise corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        if tables:
             raise corrupt(self.path, f"it is a database of something else (application {application:#x})")
         return False
 

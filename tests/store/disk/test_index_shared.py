@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,30 @@ def index(folder: Folder) -> Iterator[Index]:
 
 
 # -- many at once --------------------------------------------------------------------------------------------------
+
+
+def test_two_that_make_an_index_together_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one makes it whole before each statement with which this one looks whether it is there."""
+    connect = sqlite3.connect
+
+    class Late(sqlite3.Connection):
+        def execute(self, statement: str, *given: Any) -> sqlite3.Cursor:
+            met.append(statement)
+            if len(met) == last and not self.in_transaction:
+                with monkeypatch.context() as patch:
+                    patch.setattr(database.sqlite3, "connect", connect)
+                    Index(folder).close()
+            return super().execute(statement, *given)
+
+    for last in range(1, 16):
+        met, folder = list[str](), Folder.open(tmp_path / str(last))
+        with monkeypatch.context() as patch:
+            patch.setattr(database.sqlite3, "connect", lambda *given, **more: connect(*given, factory=Late, **more))
+            with Index(folder) as index:
+                assert not list(index.rows())
+        assert len(met) > last
+        with Index(folder) as again:
+            assert not list(again.rows())
 
 
 @forks
