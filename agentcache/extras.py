@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,10 +17,18 @@ def library(name: str, oldest: str, extra: str, wanted: str) -> Any:
         found = import_module(name)
     except ImportError as error:
         raise ConfigError(f"{wanted}: needs {name}; pip install 'agentcache-llm[{extra}]'") from error
-    with suppress(PackageNotFoundError):  # a copy that no installer knows
-        if _numbers(present := version(name)) < _numbers(oldest):
-            raise ConfigError(f"{wanted}: {name} {present} is older than {oldest}; pip install -U 'agentcache-llm[{extra}]'")
+    if (present := release(name)) and _numbers(present) < _numbers(oldest):
+        raise ConfigError(f"{wanted}: {name} {present} is older than {oldest}; pip install -U 'agentcache-llm[{extra}]'")
     return found
+
+
+@functools.cache  # requests ask, and finding it reads files
+def release(name: str) -> str:
+    """The release of a library; empty for a copy that no installer knows."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _numbers(release: str) -> list[int]:

@@ -34,7 +34,7 @@ def test_releases_are_those_of_the_distribution() -> None:
     ("release", "refused"), [("1.3.0", True), ("1.7", False), ("1.10.0rc1", False), ("2", False), ("0.9.dev3+g1", True)]
 )
 def test_an_older_release_is_refused_by_name(release: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "version", lambda name: release)
+    monkeypatch.setattr(extras, "release", lambda name: release)
     if not refused:
         assert extras.library("llguidance", "1.7", "constrain", "this").__name__ == "llguidance"
         return
@@ -45,7 +45,7 @@ def test_an_older_release_is_refused_by_name(release: str, refused: bool, monkey
 
 
 def test_an_old_library_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "version", lambda name: "1.3.0")
+    monkeypatch.setattr(extras, "release", lambda name: "1.3.0")
     with engine(strict=True) as running:
         said = running.generate(chat("Is the tide high?"), [{"name": "tide", "parameters": {}}], sampling=decode(2))
         assert any("llguidance 1.3.0 is older" in note for note in said.receipt.notes)
