@@ -65,8 +65,8 @@ class LiveState(Protocol):
     """States of recurrent layers as one sequence runs."""
 
     length: int
-    joins: bool  # one forward may run several pieces
-    unit: int  # checkpoints stand at its multiples; 1: states do not depend on pieces
+    packs_pieces: bool  # one forward may run several pieces
+    alignment: int  # checkpoints stand at its multiples; 1: states do not depend on pieces
 
     def passed(self, stop: int) -> tuple[torch.Tensor | None, ...]:
         """Copies of the states after a row of the last forward at which one of its pieces ended."""
@@ -85,11 +85,11 @@ class LiveState(Protocol):
         ...
 
 
-def marks_of(layout: Layout, unit: int, whole: bool = False) -> tuple[int, ...]:
+def marks_of(layout: Layout, alignment: int, whole: bool = False) -> tuple[int, ...]:
     """Positions of a prompt's checkpoints: after its stable prefix, after its messages, and amid long stretches.
 
-    Where its last run of tokens ends, later prompts go on: no mark, unless the prompt is `whole`, kept for its own sake. unit: marks are
-    its multiples.
+    Where its last run of tokens ends, later prompts go on: no mark, unless the prompt is `whole`, kept for its own sake. alignment: marks
+    are its multiples.
     """
     tokens, spans = len(layout.ids), layout.spans
     ends = {layout.prefix_tokens} | {span.stop for span in (spans if whole else spans[:-1]) if span.kind in _LASTING}
@@ -97,7 +97,7 @@ def marks_of(layout: Layout, unit: int, whole: bool = False) -> tuple[int, ...]:
         ends |= {*range(STRIDE_TOKENS, tokens, STRIDE_TOKENS), tokens // TEXT_TOKENS * TEXT_TOKENS}
     found: list[int] = []
     for end in sorted({*ends, tokens}):
-        at, last = end // unit * unit, found[-1] if found else 0
+        at, last = end // alignment * alignment, found[-1] if found else 0
         found.extend(range(last + STRIDE_TOKENS, at, STRIDE_TOKENS))
         if at > last and end in ends:
             found.append(at)
@@ -109,9 +109,9 @@ def in_text(layout: Layout) -> bool:
     return any(span.kind == "text" for span in layout.spans)
 
 
-def cuts_of(marks: Sequence[int], tokens: int, unit: int, text: bool = False) -> tuple[int, ...]:
+def cuts_of(marks: Sequence[int], tokens: int, alignment: int, text: bool = False) -> tuple[int, ...]:
     """Positions at which the pieces of so many tokens end."""
-    if unit == 1:
+    if alignment == 1:
         return tuple(marks)
     step = TEXT_TOKENS if text else PAGE_TOKENS
     return tuple(sorted({*marks, *range(step, tokens, step)}))

@@ -330,7 +330,7 @@ class Engine(ProcessOwned, Documents):
         if self.model.spec is not None and self.model.spec.recurrent:
             from .layout.opening import at_multiple
 
-            filled, layout = at_multiple(layout, self.model.support.unit)
+            filled, layout = at_multiple(layout, self.model.support.alignment)
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
         asked = Asked(

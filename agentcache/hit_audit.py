@@ -85,7 +85,7 @@ class HitAudit:
         start = check.sequence.length
         page = start // PAGE_TOKENS
         stop = min(len(check.ids), (page + 1) * PAGE_TOKENS)
-        if (state := check.sequence.state) is None or state.unit == 1:
+        if (state := check.sequence.state) is None or state.alignment == 1:
             stop = min(stop, start + CHUNK)
         if state is not None:  # the pieces of the request: others would give other bits
             stop = min(stop, check.sequence.next_cut() or stop)

@@ -91,8 +91,8 @@ class Sequence:
 
     def cuts_within(self, start: int, tokens: int) -> list[int]:
         """The positions at which pieces end amid a forward of so many tokens."""
-        joins = self.state is not None and self.state.joins
-        return [cut for cut in self.cuts if joins and start < cut < start + tokens]
+        packs_pieces = self.state is not None and self.state.packs_pieces
+        return [cut for cut in self.cuts if packs_pieces and start < cut < start + tokens]
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more; only then may `slots` of that range be written."""
@@ -173,7 +173,7 @@ class Sequence:
             from .checkpoints import Checkpoint
 
             page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
-            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended) if self.state.unit > 1 else ())}
+            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended) if self.state.alignment > 1 else ())}
 
     @property
     def junction(self) -> Ahead | None:

@@ -37,7 +37,7 @@ def probe(
     match, disk_tokens = store.probe(PageQuery(scope, ids, ms_per_token, model.spec))
     adds = disk_tokens > match.tokens
     if model.spec.recurrent:
-        match = at_checkpoint(match, cuts_of(marks_of(layout, model.support.unit), total, model.support.unit, in_text(layout)))
+        match = at_checkpoint(match, cuts_of(marks_of(layout, model.support.alignment), total, model.support.alignment, in_text(layout)))
     disk = disk_tokens - match.tokens if adds else 0
     reason = Reason.LAST_TOKEN if match.tokens + disk == total - 1 else match.missed
     return found(match.tokens, disk, reason, "" if disk else match.detail)

@@ -41,7 +41,7 @@ def by_pieces() -> Iterator[None]:
 
     def of_pieces(*given: Any) -> tuple[proof.Verdict, bool]:
         verdict, found = proven(*given)
-        return verdict._replace(unit=CHECKPOINT_TOKENS), found
+        return verdict._replace(alignment=CHECKPOINT_TOKENS), found
 
     with mock.patch.object(proof, "proven", of_pieces):
         yield

@@ -99,7 +99,7 @@ def test_a_hit_goes_on_from_the_end_of_a_message(
     family: str, asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, tide = asking(family, tmp_path / "store"), user("What is the tide at Port Averil? " * 3)
-    assert one.engine.model.support.unit == 1
+    assert one.engine.model.support.alignment == 1
     one([SYSTEM, tide])
     asked = [SYSTEM, tide, {"role": "assistant", "content": "High."}, user("Why is it? " * 9)]
     said, logits = one(asked)

@@ -37,13 +37,13 @@ def cut(whole: Layout, size: int) -> Layout:
     return Layout(whole.ids[:size], covered, shown, min(whole.prefix_tokens, size), whole.differences, 0, whole.tokenised_chars)
 
 
-def at_multiple(whole: Layout, unit: int) -> tuple[Layout, Layout]:
-    """The start of a prompt to compute and to pin, where nothing continues but from a multiple of `unit` tokens.
+def at_multiple(whole: Layout, alignment: int) -> tuple[Layout, Layout]:
+    """The start of a prompt to compute and to pin, where nothing continues but from a multiple of `alignment` tokens.
 
     The first has one token more: of a prompt that is cached, the last token is computed.
     """
     end = max((span.stop for span in whole.spans if span.kind != "generation"), default=0)  # continuations are cut at ends of messages
-    size = end // unit * unit
+    size = end // alignment * alignment
     pinned = cut(whole, size)
     if 0 < size == len(whole.ids):  # any token serves: nothing of it is admitted
         more = replace(pinned, ids=[*pinned.ids, pinned.ids[-1]], spans=(*pinned.spans, Span("generation", size, size + 1)))

@@ -27,17 +27,17 @@ _STRANGE = {"position_bias": "a bias by position is added to its scores"}
 class Support:
     """What can be done with one loaded model. name: its model type. why: the first obstacle, where its state cannot be paged.
 
-    row_pure: in the proof a token's bits did not depend on the tokens beside it. joins: nor, with recurrent layers, on which pieces of the
-    sequence ran in one forward. unit: checkpoints stand at its multiples; 1: nor did they depend on where pieces ended. proof: this load
-    made it, or found an earlier one's; "" where there was none: our own loop, or an obstacle before it.
+    row_pure: in the proof a token's bits did not depend on the tokens beside it. packs_pieces: nor, with recurrent layers, on which pieces
+    of the sequence ran in one forward. alignment: checkpoints stand at its multiples; 1: nor did they depend on where pieces ended.
+    proof: this load made it, or found an earlier one's; "" where there was none: our own loop, or an obstacle before it.
     """
 
     name: str
     paged: bool
     why: str = ""
     row_pure: bool = False
-    joins: bool = False
-    unit: int = 0
+    packs_pieces: bool = False
+    alignment: int = 0
     proof: Literal["", "made", "found"] = field(default="", compare=False)
 
 

@@ -131,12 +131,12 @@ class HFModel:
 
     def new_state(self) -> RecurrentState | None:
         """The state of recurrent layers before the first token; None if the model has no such layers."""
-        joins = self.support.joins and not (self.fingerprint and self.fingerprint.foreign)
+        packs_pieces = self.support.packs_pieces and not (self.fingerprint and self.fingerprint.foreign)
         if self.spec is None or not self.spec.recurrent:
             return None
         from .recurrent import RecurrentState
 
-        return RecurrentState(self.config, joins, self.support.unit)
+        return RecurrentState(self.config, packs_pieces, self.support.alignment)
 
     def attentions(self) -> list[Attention]:
         """How each layer attends, found by a forward of one token; only for a model that runs transformers' own modules, and is idle."""
@@ -147,7 +147,7 @@ class HFModel:
         """How layers lie in a page, in words, and whether pieces are joined; "" where each has keys and values alone, of one shape."""
         assert self.spec is not None
         plain = len(self._slots) == self.spec.layers and not self.spec.widths and not self.spec.recurrent
-        pieces = f"joined {self.support.joins}, unit {self.support.unit}, compiled {self.mixers.compiled if self.mixers else 0}"
+        pieces = f"joined {self.support.packs_pieces}, unit {self.support.alignment}, compiled {self.mixers.compiled if self.mixers else 0}"
         return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, {pieces}"
 
     def keep_boundaries(self, layers: tuple[int, ...], owner: str = "segments") -> None:
@@ -232,7 +232,7 @@ class HFModel:
         self._calls = 0
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not has_experts(m))
         pure = verdict.pure and latents.pure and not indexers and next(others, None) is None  # each of those sees few rows, by chance alike
-        told = (verdict.joins, verdict.unit)
+        told = (verdict.packs_pieces, verdict.alignment)
         self.support = Support(self.support.name, not verdict.why, verdict.why, pure, *told, "found" if found else "made")
         return verdict.why
 

@@ -51,12 +51,12 @@ MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError
 
 class Verdict(NamedTuple):
     """What a proof says: why pages cannot be reused, "" if they can; whether bits depend neither on the tokens run beside, nor, of a
-    sequence with states, on which of its pieces ran in one forward. unit: pieces end at its multiples; 1: bits do not depend on that."""
+    sequence with states, on which of its pieces ran in one forward. alignment: pieces end at its multiples; 1: or anywhere."""
 
     why: str
     pure: bool = False
-    joins: bool = False
-    unit: int = CHECKPOINT_TOKENS
+    packs_pieces: bool = False
+    alignment: int = CHECKPOINT_TOKENS
 
 
 class Provable(Protocol):
@@ -201,9 +201,9 @@ def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected
     if not pure and _alike(model, found, pieces) < SHARE:
         return Verdict("copies of its states do not continue as the states do")
     known = sequence, pieces
-    joins = pure and _same(model, ids, places, [tokens], stops, known)
-    seamless = joins and all(_same(model, ids, places, ends, ODD_CUTS, known) for ends in ([tokens], [*ODD_CUTS, tokens]))
-    return Verdict("", pure, joins, 1 if seamless else CHECKPOINT_TOKENS)
+    packs_pieces = pure and _same(model, ids, places, [tokens], stops, known)
+    seamless = packs_pieces and all(_same(model, ids, places, ends, ODD_CUTS, known) for ends in ([tokens], [*ODD_CUTS, tokens]))
+    return Verdict("", pure, packs_pieces, 1 if seamless else CHECKPOINT_TOKENS)
 
 
 def _same(
@@ -211,7 +211,7 @@ def _same(
 ) -> bool:
     """Tell whether forwards up to `ends`, of pieces up to `cuts`, give the bits that are known: keys, values, logits and states."""
     sequence, logits = known
-    if sequence.state is None or not sequence.state.joins:
+    if sequence.state is None or not sequence.state.packs_pieces:
         return False
     try:
         other, found = _run(model, ids, ends, places, cuts=cuts)

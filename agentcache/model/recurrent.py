@@ -83,14 +83,14 @@ def layers_with_state(config: Any) -> list[str]:
 class RecurrentState(Cache):
     """The states of one sequence after `length` tokens; a forward changes them in place.
 
-    joins: one forward may run several pieces. unit: checkpoints stand at its multiples. Of the forward that runs: its products, its number
-    of rows, and where its pieces end but for the last one.
+    packs_pieces: one forward may run several pieces. alignment: checkpoints stand at its multiples. Of the forward that runs: its products,
+    its number of rows, and where its pieces end but for the last one.
     """
 
-    def __init__(self, config: Any, joins: bool = False, unit: int = CHECKPOINT_TOKENS) -> None:
+    def __init__(self, config: Any, packs_pieces: bool = False, alignment: int = CHECKPOINT_TOKENS) -> None:
         super().__init__(layers=[_of(layer) for layer in DynamicCache(config=config).layers])
         self.length = 0
-        self.joins, self.unit = joins, unit
+        self.packs_pieces, self.alignment = packs_pieces, alignment
         self.products: RowPureLinear | None = None
         self.rows = 0
         self.stops: tuple[int, ...] = ()

@@ -34,7 +34,7 @@ def verdict(model: HFModel) -> dict[str, Any]:
     found |= {"layers": _kinds(model), "reused": "prefixes of any length, in memory and on disk"}
     if model.spec.recurrent:
         found["reused"] = "prefixes up to a checkpoint, in memory and on disk"
-        found["checkpoints"] = f"at multiples of {model.support.unit} tokens" if model.support.unit > 1 else "after any token"
+        found["checkpoints"] = f"at multiples of {model.support.alignment} tokens" if model.support.alignment > 1 else "after any token"
     found["promise"] = "the bits of reuse off" if model.bitwise else f"the greedy tokens of reuse off, no bits: {_impurity(model)}"
     found["KV bytes per token"] = model.spec.token_bytes
     if model.spec.recurrent:

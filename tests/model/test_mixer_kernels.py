@@ -80,7 +80,7 @@ def test_a_selective_scan_goes_on_where_its_reference_starts_anew(family: str, d
     model, ids = families.build(family, dtype), tokens(140, vocab=100)
     expected, held = stock_logits(model, ids), HFModel(model)
     assert held.support.paged
-    assert held.support.joins
+    assert held.support.packs_pieces
     calls.clear()
     run = running(held, ids).chunks(64, 64, 1, 1)
     assert calls.count("selective_scan") == 5 * len(mixers(model))

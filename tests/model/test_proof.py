@@ -253,7 +253,7 @@ def test_rounding_hides_no_loss_of_what_no_cache_keeps(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "zaya", "falcon_h1", "mamba2"])
 def test_pieces_run_in_one_forward_have_the_bits_of_each(family: str, proofs: list[str]) -> None:
     held = HFModel(families.build(family))
-    assert held.support.joins
+    assert held.support.packs_pieces
     ids, cuts = torch.randint(0, held.vocab, (300,), generator=torch.Generator().manual_seed(3)), [64, 192]
     places = [*range(0, 300, 13), 299]
     apart = proof._run(held, ids, [*cuts, 300], places, cuts=cuts)
@@ -261,7 +261,7 @@ def test_pieces_run_in_one_forward_have_the_bits_of_each(family: str, proofs: li
     assert torch.equal(apart[1], joined[1])
     for one, other in zip(proof._states(apart[0], cuts), proof._states(joined[0], cuts), strict=True):
         assert torch.equal(one, other)
-    seamless = held.support.unit == 1
+    seamless = held.support.alignment == 1
     assert [known.cuts for known in joined[0].pages[0].checkpoints.values()] == ([(), ()] if seamless else [(64,), (64, 192)])
     held.close()
 

@@ -44,7 +44,7 @@ class Filling:
         self.blob: Blob | None = None
         self.file: blob_files.Opened | None = None
         self.mapped: memoryview | None = None  # the whole file, where the page will lie in it
-        self.here = False  # whether the system's page cache holds it already
+        self.in_cache = False  # whether the system's page cache holds it already
         self.next = self.active = 0  # sections handed out, sections being read
         self.error: StoreError | None = None
         self.ended = False
@@ -57,22 +57,22 @@ class Filling:
         size = self.blob.plan.bytes
         if not blob_files.local(folder.path):
             return
-        self.here = blob_files.in_memory(self.blob.fd, size)
-        if self.here or self.row.checkpoint_bytes or (self.lies and self.tokens == PAGE_TOKENS):
+        self.in_cache = blob_files.in_memory(self.blob.fd, size)
+        if self.in_cache or self.row.checkpoint_bytes or (self.unencoded and self.tokens == PAGE_TOKENS):
             with suppress(OSError):  # a limit on maps: read instead
                 lock(self.blob.fd, shared=True)  # as long as it is mapped: nobody overwrites it
                 self.mapped = memoryview(blob_files.map_file(self.blob.fd, size))
 
     @property
-    def lies(self) -> bool:
+    def unencoded(self) -> bool:
         """Tell whether layers are stored as they lie in a page."""
         assert self.blob is not None
         return self.row.precision == "exact" and self.row.tokens == PAGE_TOKENS and not self.blob.plan.sealed
 
     @property
-    def stays(self) -> bool:
+    def becomes_page(self) -> bool:
         """Tell whether the page will lie in the mapped file."""
-        return self.mapped is not None and self.lies and self.tokens == PAGE_TOKENS
+        return self.mapped is not None and self.unencoded and self.tokens == PAGE_TOKENS
 
     def fill(self, layer: int, scratch: Callable[[int], memoryview], done: Progress) -> None:
         """Check one layer, or the checkpoints after the last one, and put it into the page: directly if it is stored as it lies there."""
@@ -80,16 +80,16 @@ class Filling:
         assert blob is not None
         states = layer == len(row.widths)
         if self.mapped is not None:
-            if self.here:
+            if self.in_cache:
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
                 blob.check(layer, self.mapped, done)
             else:
                 blob.read_into_cache(layer, scratch(PIECE), done)
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
-            if self.stays and not states:
+            if self.becomes_page and not states:
                 return
             stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
-        elif self.lies and not states:
+        elif self.unencoded and not states:
             blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
             return
         else:
@@ -100,9 +100,9 @@ class Filling:
         if states:
             self.checkpoints = stored
         else:
-            self._spread(layer, stored)
+            self._copy_layer(layer, stored)
 
-    def _spread(self, layer: int, stored: memoryview) -> None:
+    def _copy_layer(self, layer: int, stored: memoryview) -> None:
         """Put a verified layer where it belongs in the page."""
         row, found = self.row, tensors(self.row, layer, stored)
         keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
@@ -127,10 +127,10 @@ class Filling:
         if self.error is None and self.checkpoints is not None:
             self._unpack(self.checkpoints)
         keep = 0 if self.error else self.tokens
-        if self.blob is not None and self.stays:
+        if self.blob is not None and self.becomes_page:
             if keep:
                 self._take()
-        elif self.next and (self.error or self.lies or self.row.precision != "exact"):  # else nothing was written after them
+        elif self.next and (self.error or self.unencoded or self.row.precision != "exact"):  # else nothing was written after them
             for keys, values in self.page.blocks:
                 keys[..., keep : self.row.tokens] = 0
                 values[..., keep : self.row.tokens, :] = 0
