@@ -92,16 +92,14 @@ def test_nothing_safe_is_not_called_pure(forgetful: None, monkeypatch: pytest.Mo
     ("impure", "multiple"),
     [
         (lambda rows: rows in (1, 2, 3, 6, 10), 4),
-        (lambda rows: rows % 6 > 0, 6),  # oneDNN on aarch64
+        (lambda rows: rows % 6 > 0, 6),  # oneDNN on aarch64, older ones on AVX2
         (lambda rows: rows == numerics.PADDED_ROWS, 8),
         (lambda rows: rows % 6 > 0 or rows == numerics.PADDED_ROWS, 0),
     ],
 )
 def test_impure_counts_move_the_padding(impure: Any, multiple: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = numerics._probed_product
-
     def uneven(kernel: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return original(kernel, x, weight) + 1e-3 * impure(len(x))
+        return (x[:, None] * weight).sum(-1) + 1e-3 * impure(len(x))
 
     monkeypatch.setattr(numerics, "_probed_product", uneven)
     found: Numerics = probe(torch.float32, CPU, (64,), 2, (32,))
