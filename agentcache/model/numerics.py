@@ -20,7 +20,8 @@ from .kernels import choice, jit
 from .kernels.dispatch import Kernel, linear
 from .kernels.linear_library import UPCAST_BLOCK, product_of_library
 
-_CANDIDATES = (2, 4, 6, 8, 16, 32)  # never 1: a single row takes another code path in every library tried; 6: oneDNN on aarch64, older ones on AVX2
+# never 1: a single row takes another code path in every library tried; 6: oneDNN on aarch64, older ones on AVX2
+_CANDIDATES = (2, 4, 6, 8, 16, 32)
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others are padded whatever is found
 LEAST_WEIGHT = 2.0**-125  # of a key in attention: what would be less is 0
