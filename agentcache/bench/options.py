@@ -188,8 +188,8 @@ def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
     import torch
 
-    from ..model.kernels import choice
-    from ..model.kernels.instructions import level, limits
+    from ..model.kernels.instructions import level
+    from ..model.machine_report import kernel_times, limits
     from .environment import machine, versions
 
     numerics = engine.model.numerics
@@ -205,5 +205,5 @@ def described(engine: Any) -> dict[str, Any]:
             "stepped": engine.model.stepped,
             "bitwise": engine.model.bitwise,
         },
-        "numerics": {**asdict(numerics), **choice.described(engine.model.dtype)} if numerics else None,
+        "numerics": {**asdict(numerics), **kernel_times(engine.model.dtype)} if numerics else None,
     }

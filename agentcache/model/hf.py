@@ -338,7 +338,7 @@ class HFModel:
         adapted = any(part.sequence.adapter is not None for part in batch.parts)
         try:
             glance, adapt = token.glance if token is not None else None, batch.adapt if adapted else None
-            with RowPureLinear(numerics.kernel, numerics.rows, head, glance, adapt) as products:
+            with RowPureLinear(numerics.kernel, numerics.even, head, glance, adapt) as products:
                 running.products = products
                 if state is not None:
                     state.cut(products, *batch.parts[0].cuts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ..openmp import use_threads
 from .kernels import choice, jit
-from .kernels.instructions import has_16bit_units, level, limits
+from .kernels.instructions import has_16bit_units, level
 from .numerics import probe
 
 
@@ -27,7 +28,7 @@ def describe() -> dict[str, Any]:
         report[str(dtype).removeprefix("torch.")] = {
             "bitwise": found.pure,
             "kernel": found.kernel,
-            **choice.described(dtype),
+            **kernel_times(dtype),
             "attention": "compiled" if found.compiled else "batched products",
             "linear rows padded to": found.rows,
             "attention rows padded to": found.query_rows,
@@ -43,3 +44,16 @@ def describe() -> dict[str, Any]:
         "cuda": "cuBLAS chooses its code by the number of rows: tokens are promised",
     }
     return report
+
+
+def limits() -> dict[str, str]:
+    """Variables that are set and hold a library to fewer instructions; MKL computes stock transformers' fp32 products."""
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def kernel_times(dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """The times in ms that decided for a kernel; nothing where there was no choice."""
+    if len(choice.candidates(dtype)) == 1:
+        return {}
+    return {"kernels_ms": {kernel: round(ms, 2) for kernel, ms in choice.times(dtype, torch.get_num_threads()).items()}}

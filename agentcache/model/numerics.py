@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
-from .kernels import choice, jit
+from .kernels import choice, dispatch, jit
 from .kernels.dispatch import Kernel, linear
 from .kernels.linear_library import UPCAST_BLOCK, product_of_library
 
@@ -38,14 +38,16 @@ _COMMON = 480  # rows of the product that these are compared with, a multiple of
 class Numerics:
     """Kernels and paddings of this machine, as the probe found them. Equal digests on equal weights mean equal bits.
 
-    rows, query_rows: multiples to which rows of linear layers and of attention are padded. widen: whether 16-bit attention is computed in
-    fp32. compiled: whether attention is compiled (paged_attention.py). pure: whether row purity holds with these paddings.
+    rows, query_rows: multiples to which rows of forwards and of attention are padded. even: the same of the library's products; 0: it takes
+    each row by itself, as no multiple is safe, and most products are compiled. widen: whether 16-bit attention is computed in fp32.
+    compiled: whether attention is compiled (paged_attention.py). pure: whether row purity holds with these paddings.
     """
 
     kernel: Kernel
     widen: bool
     compiled: bool
     rows: int
+    even: int
     query_rows: int
     pure: bool
     digest: str
@@ -194,13 +196,15 @@ def _probe(
         else:
             wide = torch.float32 if widen else dtype
             query_rows = _safe_multiple(_probe_attention(min(heads, 4), max(head_dims), wide, device, seen), _EVEN)
+    alone = rows is None and dispatch.compiled(kernel, torch.empty(COLUMNS, COLUMNS, dtype=dtype), dtype) is not None
     return Numerics(
         kernel=kernel,
         widen=widen,
         compiled=compiled,
         rows=(rows or 8) if device.type == "cpu" else 1,  # where no bits are promised, one row takes kernels made for one
+        even=0 if alone else rows or 8 if device.type == "cpu" else 1,
         query_rows=query_rows or 8,
-        pure=device.type == "cpu" and rows is not None and query_rows is not None,
+        pure=device.type == "cpu" and (alone or rows is not None) and query_rows is not None,
         digest=seen.hexdigest(16),
         threads=threads,
         probe_ms=(time.perf_counter() - began) * 1e3,

@@ -50,7 +50,7 @@ def _products(batch: Batch, x: torch.Tensor, modules: Seq[Any]) -> list[torch.Te
     weights = [module.weight for module in modules]
     for weight in weights if batch.token is not None else ():
         batch.token.glance(weight, True)
-    outs = linears(batch.numerics.kernel, x, [(weight, module.bias) for weight, module in zip(weights, modules)])
+    outs = linears(batch.numerics.kernel, x, [(weight, module.bias) for weight, module in zip(weights, modules)], even=batch.numerics.even)
     for adapter, rows in batch.acting:
         adapter.add(rows, weights, x, outs)
     return outs
@@ -176,7 +176,7 @@ def head(model: Any, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         return hidden.new_empty(0, len(weight), dtype=torch.float32)
     if batch.token is not None:
         batch.token.glance(weight, True)
-    return linear(numerics.kernel, hidden, weight, module.bias, head=True, even=numerics.rows).float()
+    return linear(numerics.kernel, hidden, weight, module.bias, head=True, even=numerics.even).float()
 
 
 def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -14,7 +14,7 @@ from agentcache.model.hf import HFModel
 from agentcache.model.kernels import dispatch, linear_library, paged_attention
 from agentcache.model.kernels.dispatch import RowPureLinear, linear
 from agentcache.model.numerics import Numerics, probe
-from tests import models
+from tests import families, models
 from tests.processes import program
 
 CPU = torch.device("cpu")
@@ -82,9 +82,10 @@ def test_threads_are_looked_up_each_time(threads: Callable[[int], None]) -> None
 def test_nothing_safe_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     original = numerics._probed_product
     monkeypatch.setattr(numerics, "_probed_product", lambda kernel, x, weight: original(kernel, x, weight) + x.shape[0] * 1e-3)
+    monkeypatch.setattr(dispatch, "compiled", lambda *_: None)
     found = probe(torch.float32, CPU, (64,), 2, (32,))
     assert not found.pure
-    assert found.rows == 8
+    assert (found.rows, found.even) == (8, 8)
     assert not HFModel(models.build("llama")).bitwise
 
 
@@ -102,8 +103,24 @@ def test_impure_counts_move_the_padding(impure: Any, multiple: int, forgetful: N
         return (x[:, None] * weight).sum(-1) + 1e-3 * impure(len(x))
 
     monkeypatch.setattr(numerics, "_probed_product", uneven)
+    monkeypatch.setattr(dispatch, "compiled", lambda *_: True)
     found: Numerics = probe(torch.float32, CPU, (64,), 2, (32,))
-    assert (found.pure, found.rows) == (bool(multiple), multiple or 8)
+    assert (found.pure, found.rows, found.even) == (True, multiple or 8, multiple)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])  # stepped; by transformers' own modules
+def test_an_impure_library_multiplies_row_by_row(family: str, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dispatch.compiled("onednn", torch.empty(64, 64), torch.float32) is None:
+        pytest.skip("nothing is compiled here")
+    library = linear_library.product_of_library
+    for module in (linear_library, numerics):
+        monkeypatch.setattr(module, "product_of_library", lambda x, weight, bias: library(x, weight, bias) + len(x) * 1e-3)
+    monkeypatch.setattr(linear_library, "packing_agrees", lambda threads: False)
+    held = HFModel(models.build(family, intermediate_size=100))  # of no whole vectors: the library multiplies
+    assert held.numerics is not None
+    assert (held.stepped, held.bitwise, held.numerics.even) == (family == "qwen3", True, 0)
+    whole = families.Run(held, families.tokens(600)).chunks()
+    assert families.differing(whole, families.Run(held, whole.ids).chunks(301, 1, 2, 7)) == []
 
 
 def test_impure_attention_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:

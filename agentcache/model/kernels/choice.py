@@ -43,13 +43,6 @@ def choose(dtype: torch.dtype) -> Kernel:
     return min((kernel for kernel in found if kernel == found[0] or ms[kernel] < CLEARLY * ms[found[0]]), key=ms.__getitem__)
 
 
-def described(dtype: torch.dtype) -> dict[str, dict[str, float]]:
-    """The times that decided, for `agentcache doctor` and benchmarks; nothing where there was no choice."""
-    if len(candidates(dtype)) == 1:
-        return {}
-    return {"kernels_ms": {kernel: round(ms, 2) for kernel, ms in times(dtype, torch.get_num_threads()).items()}}
-
-
 @functools.cache
 def times(dtype: torch.dtype, threads: int) -> dict[str, float]:
     """ms that each candidate takes for a weight's share of an agent's step, as this process or an earlier one measured.

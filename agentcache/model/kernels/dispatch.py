@@ -98,7 +98,7 @@ def linear(
     kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False, even: int = 1
 ) -> torch.Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel. head: of the model, which few rows see.
-    even: to a multiple of which rows are padded, unless each is computed by itself.
+    even: to a multiple of which rows are padded, unless each is computed by itself; 0: so it is by the library, too.
     """
     return linears(kernel, x, [(weight, bias)], head, even)[0]
 
@@ -111,7 +111,10 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
     if len(set(ways)) > 1:  # what a weight is multiplied by does not depend on those beside it
         return [part for projection in projections for part in linears(kernel, x, [projection], head, even)]
     chosen, rows = ways[0], x.shape[-2] if x.ndim > 1 else 0
-    if (chosen is None or not chosen.alone) and rows % even and type(projections[0][0]) in PLAIN:
+    if (chosen is None or not chosen.alone) and rows and (not even or rows % even) and type(projections[0][0]) in PLAIN:
+        if not even:  # a copy of a row: where it lies may decide its bits
+            one = [linears(kernel, row.clone(), projections, head) for row in x.split(1, -2)]
+            return [torch.cat(parts, -2) for parts in zip(*one, strict=True)]
         padded = functional.pad(x, (0, 0, 0, -rows % even))
         return [part[..., :rows, :] for part in linears(kernel, padded, projections, head)]
     if chosen is None:
@@ -192,20 +195,20 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
     """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel, and functions of each number,
     such as a sigmoid, on whole vectors.
 
-    rows: to a multiple of which products are padded that need it. head: the weight of the model's. glance: called with the weight of each
+    even: to a multiple of which products are padded that need it. head: the weight of the model's. glance: called with the weight of each
     product. adapt: called with weight, rows and product of each, which it may change in place.
     """
 
     def __init__(
         self,
         kernel: Kernel,
-        rows: int = 1,
+        even: int = 1,
         head: torch.Tensor | None = None,
         glance: Callable[[torch.Tensor], None] | None = None,
         adapt: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
         super().__init__()
-        self.kernel, self.rows, self.head, self.glance, self.adapt = kernel, rows, head, glance, adapt
+        self.kernel, self.even, self.head, self.glance, self.adapt = kernel, even, head, glance, adapt
         self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by the id of a cut: it, the whole, where it starts
         self._products: dict[tuple[int, int], torch.Tensor] = {}  # of wholes, by the ids of one and a weight
 
@@ -236,7 +239,7 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
         return done
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(self.kernel, x, weight, bias, weight is self.head, self.rows)
+        return linear(self.kernel, x, weight, bias, weight is self.head, self.even)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:

@@ -36,12 +36,6 @@ def level() -> str:
     return torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
 
 
-def limits() -> dict[str, str]:
-    """Variables that are set and hold a library to fewer instructions; MKL computes stock transformers' fp32 products."""
-    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-    return {name: os.environ[name] for name in names if name in os.environ}
-
-
 def target(cpu: str, features: dict[str, bool]) -> tuple[str, dict[str, bool]]:
     """The processor and its features that kernels are compiled for, given LLVM's names of the host's."""
     most = level()
