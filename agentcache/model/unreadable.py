@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ModelLoadError
@@ -28,7 +29,12 @@ def said(error: BaseException) -> str:
         return f"a file of JSON beside its weights, which begins {error.doc[:42]!r}, is damaged ({error}): download it again"
     if isinstance(error, KeyError):  # which says the key alone
         return f"KeyError: {error}"
-    return str(error).partition(MARK)[0].strip().rstrip(".")
+    text = str(error)
+    if "ignore_mismatched_sizes" in text:
+        return "shapes of its weights are not those of its config.json: transformers' report above lists them"
+    if text.startswith("Error parsing line") and "git-lfs" not in text and find_spec("sentencepiece") is None:  # read as tiktoken's, then
+        return f"{text}, which sentencepiece reads: pip install sentencepiece protobuf"
+    return text.partition(MARK)[0].strip().rstrip(".")
 
 
 def lost(names: Sequence[str], kind: str) -> str:

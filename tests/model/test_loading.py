@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import ConfigError, ModelLoadError
+from agentcache.model import unreadable
 from agentcache.model.hf import load
 from agentcache.model.unreadable import said
 from tests import models
@@ -26,6 +27,23 @@ def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     with pytest.raises(ModelLoadError, match=r"`num_hidden_layers` \(5\) must be equal"):
+        load(tmp_path)
+
+
+def test_weights_of_other_shapes_than_the_configs_are_named(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path)
+    models.build("llama", vocab_size=640).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"shapes of its weights are not those of its config.json: transformers' report"):
+        load(tmp_path)
+
+
+def test_a_sentencepiece_model_names_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken")  # which transformers tries instead
+    models.build("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0e\n\x05<unk>")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr(unreadable, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"tokenizer.model, which sentencepiece reads: pip install sentencepiece protobuf"):
         load(tmp_path)
 
 
