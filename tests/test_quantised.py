@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib.util import find_spec
@@ -86,3 +87,13 @@ def test_layers_that_do_not_run_in_int8_are_named(tmp_path: Path) -> None:
     save("latent", tmp_path)  # bitsandbytes gives four dimensions back as two
     with pytest.raises(ModelError, match="'youtu' does not run with its quantised weights .*: load it with other bits"):
         Engine(str(tmp_path), store=None, load_in_8bit=True)
+
+
+def test_a_config_of_weights_that_are_whole_is_named(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path)  # as a merged model is saved whose config still says that it was quantised
+    models.toy_tokenizer().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match="'llama' does not run with its quantised weights .*: load it with other bits, or without"):
+        Engine(str(tmp_path), store=None)

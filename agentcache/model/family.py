@@ -80,7 +80,7 @@ def first_use(stock: Callable[[torch.Tensor, Any], Any], name: str) -> None:
     """Run one token through quantised weights: bitsandbytes repacks them at their first use. ModelError if they do not run."""
     try:
         stock(torch.zeros(1, dtype=torch.long), None)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ModelError(
             f"model type {name!r} does not run with its quantised weights ({why}): load it with other bits, or without"

@@ -200,8 +200,9 @@ class HFModel:
         from .proof import proven
         from .recurrent import layers_with_state
 
-        if any(m._compiled_call_impl is not None for m in self.model.modules()):
-            return "it was compiled in place: pass the model before its compile()"
+        compiled = (m._compiled_call_impl or hasattr(m.forward, "_torchdynamo_orig_callable") for m in self.model.modules())
+        if any(compiled):
+            return "it was compiled in place: pass the model before its compile(), or torch.compile of its forward"
         if not layers_name(decoder):
             return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
         self._use_our_attention()

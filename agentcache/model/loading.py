@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal, TypedDict
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -31,9 +32,9 @@ from .wrapped_weights import is_quantized
 _TURNS: dict[int, threading.Lock] = {}
 WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
 
-_DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
+DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
 # of files that are missing, damaged or of another kind
-UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, *_DAMAGED)
+UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, StrictDataclassError, *DAMAGED)
 
 
 class Loading(TypedDict, total=False):
@@ -72,23 +73,22 @@ def load(
     bits = 4 if load_in_4bit else 8 if load_in_8bit else None
     if weights is not None:
         _check_weights(weights, bits, device)
+    if tokenizer is not None and not callable(tokenizer):
+        raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         _check_given(model, tokenizer, bits or weights or dtype or device or revision or token or trust_remote_code)
         return model, tokenizer
     if model == embedded.NAME:
         model = embedded.folder()
-    if str(model).startswith("~"):
-        model = str(Path(str(model)).expanduser())
+    model = str(Path(str(model)).expanduser()) if str(model).startswith("~") else model
     _check(model, device, dtype, revision)
-    if isinstance(dtype, str):
-        dtype = dtype.removeprefix("torch.")
+    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     hub = {name: value for name, value in hub.items() if value is not None}  # said aloud: transformers asks at the terminal about None
     options: dict[str, Any] = {"dtype": dtype or "auto", **hub}
     if bits or (device and is_accelerate_available()):  # else the weights go by way of the computer's memory
         options["device_map"] = {"": device or "cpu"}
-    missing = [name for name in ("bitsandbytes", "accelerate") if bits and find_spec(name) is None]
-    if missing:
+    if missing := [name for name in ("bitsandbytes", "accelerate") if bits and find_spec(name) is None]:
         raise ConfigError(f"load_in_{bits}bit=True: needs {missing[0]}; pip install 'agentcache-llm[bitsandbytes]'")
     try:
         if bits:
@@ -101,10 +101,11 @@ def load(
         for module in loaded.modules() if bits == 4 else ():
             if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes
-        tokenizer = tokenizer if tokenizer is not None else _tokenizer(model, hub)
+        tokenizer = tokenizer if tokenizer is not None else _tokenizer(model, hub, loaded)
     except UNREADABLE as error:
-        why = "a file of its weights is damaged: download it again" if isinstance(error, _DAMAGED) else str(error).strip().rstrip(".")
-        raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {why}. {WAY}") from error
+        from .unreadable import refusal
+
+        raise refusal(str(model), error) from error
     if weights is not None:
         quantize(loaded)
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
@@ -117,8 +118,6 @@ def _check_given(model: Any, tokenizer: Any, loading: Any) -> None:
         raise ConfigError(f"model={model!r:.100}: must be a Hugging Face id, a folder, or a loaded model with its tokenizer{of}")
     if tokenizer is None:
         raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
-    if not callable(tokenizer):
-        raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
     if loading:
         raise ConfigError(
             "device, dtype, weights, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "
@@ -162,10 +161,12 @@ def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
             raise
         made, found = AutoModelForImageTextToText.from_pretrained(model, **options)
     parameters = dict(made.named_parameters())
-    random = sorted(name for name in found["missing_keys"] if name in parameters and parameters[name].ndim > 1)
-    if random:  # biases and norms that a checkpoint leaves out have a neutral value
-        some = f"{random[0]!r}" + (f" and {len(random) - 1} more" if random[1:] else "")
-        raise ValueError(f"its files hold no {some}: of a {type(made).__name__!r} that would be random numbers")
+    missing = [name for name in found["missing_keys"] if name in parameters]
+    # biases and norms that a checkpoint leaves out have a neutral value; transformers leaves out the magnitudes of a DoRA, which have none
+    if random := sorted(name for name in missing if parameters[name].ndim > 1 or ".lora_" in name):
+        from .unreadable import lost
+
+        raise ValueError(lost(random, type(made).__name__))
     return with_soft_caps(made)
 
 
@@ -176,9 +177,15 @@ def with_soft_caps(model: Any) -> Any:
     return model
 
 
-def _tokenizer(model: Any, hub: dict[str, Any]) -> Any:
-    """Its tokenizer; where that has no chat template, with the one that a model which also sees has in a file for its processor."""
-    found = AutoTokenizer.from_pretrained(model, **hub)
+def _tokenizer(model: Any, hub: dict[str, Any], loaded: Any) -> Any:
+    """Its tokenizer, or the base's of an adapter without one; where that has no chat template, with the one in a file for its processor."""
+    try:
+        found = AutoTokenizer.from_pretrained(model, **hub)
+    except (OSError, ValueError):
+        if not hasattr(loaded, "peft_config"):
+            raise
+        model, hub = loaded.config._name_or_path, {name: value for name, value in hub.items() if name != "revision"}
+        found = AutoTokenizer.from_pretrained(model, **hub)
     if getattr(found, "chat_template", None) is None:
         asked = {name: value for name, value in hub.items() if name != "trust_remote_code"}
         missing = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors", "gated_repo")), False)
@@ -202,6 +209,10 @@ def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revi
     if not folder.is_dir() and (folder.is_absolute() or str(model).startswith(".")):
         what = "is no folder" if folder.exists() else "does not exist"
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {what}. {WAY}")
+    if (folder / "adapter_config.json").exists():  # without PEFT transformers passes it over
+        from .. import extras
+
+        extras.library("peft", "0.18", "adapters", f"adapter {str(model)!r}")
     if not folder.is_dir() and get_close_matches(str(model), [embedded.NAME], cutoff=0.8):  # a Hub that is not reached takes a minute
         raise ModelLoadError(f"model {str(model)!r} cannot be loaded: there is no such folder; did you mean {embedded.NAME!r}?")
     if revision is not None and folder.is_dir():

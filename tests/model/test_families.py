@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import T5Config
 
 from agentcache.bench import families
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
@@ -154,7 +155,7 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
     from agentcache.model.fingerprint import Fingerprint
 
     models.build("qwen3", dtype).save_pretrained(tmp_path)
-    loaded, _ = load(tmp_path, object(), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    loaded, _ = load(tmp_path, models.toy_tokenizer(), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     used: list[int] = []
     stock = HFModel.stock
     monkeypatch.setattr(HFModel, "stock", lambda self, ids, state: used.append(len(ids)) or stock(self, ids, state))
@@ -165,7 +166,7 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
     before = known.layers
     assert_same_tokens(episode(held, reuse=True), episode(held, reuse=False))
     assert known.layers == before, "the first use repacked the weights"
-    again, _ = load(tmp_path, object(), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    again, _ = load(tmp_path, models.toy_tokenizer(), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     assert Fingerprint(HFModel(again).model, "aten").layers == before, "another process would not find these pages"
     held.close()
 
@@ -255,6 +256,7 @@ def test_modules_that_differ_from_their_family_are_named() -> None:
     assert "its proof failed" in why(lambda m: setattr(m.model.layers[1].self_attn, "k_proj", torch.nn.Linear(64, 65)))
     assert "proof failed" in why(lambda m: m.model.layers[1].mlp.to(BF16))
     assert "compiled in place" in why(lambda m: m.compile(backend="eager"), "phi3")
+    assert "compiled in place" in why(lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager")))
 
     class Own(type(models.build("llama").model.layers[0].self_attn)):  # type: ignore[misc]
         def forward(self, *args: Any, **kw: Any) -> Any:
@@ -281,12 +283,16 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(ModelLoadError, match="no_such_type"):
         load(tmp_path)
+    T5Config(num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"AutoModel: AutoModelForCausalLM\. Pass a folder"):  # and not which ones there are
+        load(tmp_path)
     with pytest.raises(ConfigError, match="pass its tokenizer too"):
         load(models.build("llama"))
     with pytest.raises(ConfigError, match="load the model that way yourself"):
         load(models.build("llama"), models.toy_tokenizer(), load_in_4bit=True)
-    with pytest.raises(ConfigError, match=r"tokenizer=<object object .* must be the model's tokenizer"):
-        load(models.build("llama"), object())
+    for given in (models.build("llama"), "embedded"):
+        with pytest.raises(ConfigError, match=r"tokenizer='a/name': must be the model's tokenizer, as AutoTokenizer loads it"):
+            load(given, "a/name")
     for other in (object(), torch.nn.Linear(2, 2), "a name", models.build("llama").model):
         with pytest.raises(ModelError, match="is not a causal language model"):
             HFModel(other)

@@ -1,0 +1,44 @@
+"""Why files of a model cannot be loaded, in words. Loaded once they cannot; reads no weights itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import ModelLoadError
+from .loading import DAMAGED, WAY
+
+MARK = "\nModel type should be one of"  # transformers goes on with the names of all its classes
+
+
+def refusal(model: str, error: BaseException) -> ModelLoadError:
+    """The error that names a model, what is wrong with its files, and the way out."""
+    folder = Path(model)
+    bare = folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    why = "it holds no config.json, as save_pretrained writes it" if bare else said(error)
+    return ModelLoadError(f"model {model!r} cannot be loaded: {why}. {WAY}")
+
+
+def said(error: BaseException) -> str:
+    """What an error of loading says, and the file that it is about."""
+    if isinstance(error, DAMAGED):
+        return "a file of its weights is damaged: download it again"
+    if isinstance(error, json.JSONDecodeError):
+        return f"a file of JSON beside its weights, which begins {error.doc[:42]!r}, is damaged ({error}): download it again"
+    if isinstance(error, KeyError):  # which says the key alone
+        return f"KeyError: {error}"
+    text = str(error)
+    if "ignore_mismatched_sizes" in text:
+        return "shapes of its weights are not those of its config.json: transformers' report above lists them"
+    if text.startswith("Error parsing line") and "git-lfs" not in text and find_spec("sentencepiece") is None:  # read as tiktoken's, then
+        return f"{text}, which sentencepiece reads: pip install sentencepiece protobuf"
+    return text.partition(MARK)[0].strip().rstrip(".")
+
+
+def lost(names: Sequence[str], kind: str) -> str:
+    """Which weights of a class its files do not hold. names: theirs, in order."""
+    some = f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
+    way = "; name its base as the model, and this folder in adapters={NAME: FOLDER}" if ".lora_" in names[0] else ""
+    return f"its files hold no {some}: of a {kind!r} that would be random numbers{way}"
