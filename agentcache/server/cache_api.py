@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -267,8 +268,11 @@ async def _forget(
     name = None if group is None else group.name
     if group is not None:
         model = group.model if group.model in state.models.names else None
-    async with state.models.use(model) as engine:
-        engines = [engine] if model or group else list(state.models.engines.values())  # without a store each knows only its own
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(state.models.use(model))]
+        for other in () if model or group else state.models.all:  # without a store each knows only its own
+            if other.name in state.models.engines and other.engine not in engines:  # kept open: an idle one may be closed at any time
+                engines.append(await stack.enter_async_context(state.models.use(other.name)))
         wanted: dict[str, Any] = {"namespace": namespace, "group": name, "older_than": older_than}
         done = await anyio.to_thread.run_sync(lambda: [one.forget(**wanted) for one in engines])
     if group is not None:

@@ -17,7 +17,7 @@ from ..answer.call_forms import load
 from ..types import Logprob, Message
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError, refused
-from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
+from .schemas import Body, ChatBody, CompletionBody, StreamOptions, constraint_of, schema_of, thinking_of
 from .served_models import adapter_of
 from .state import Caller, Serving
 from .token_bytes import shown, token_bytes
@@ -50,8 +50,7 @@ async def chat(body: ChatBody, request: Request, state: Serving, tenant: Caller)
         answer = await opened(state, request, stack, body.model, "chatcmpl", ask, group)
         if not body.stream:
             return await whole(state, request, answer, _chat_whole(answer))
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        events = _chat_events(answer, usage, logprobs is not None)
+        events = _chat_events(answer, body.stream_options or StreamOptions(), logprobs is not None)
         return EventStream(state, stack.pop_all(), answer, events, failed=failed_event, end=DONE)
 
 
@@ -129,12 +128,13 @@ async def _chat_whole(answer: Answer) -> Mapping[str, Any]:
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": completion.usage}
 
 
-async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIterator[str]:
+async def _chat_events(answer: Answer, options: StreamOptions, logprobs: bool) -> AsyncIterator[str]:
     head = _head(answer, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, told: Any = None, **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish}
-        return sse({**head, "choices": [choice], **({"usage": None} if usage else {}), **more})
+        usage = answer.stream.receipt.usage if options.continuous_usage_stats else None
+        return sse({**head, "choices": [choice], **({"usage": usage} if options.include_usage else {}), **more})
 
     yield chunk({"role": "assistant", "content": ""})
     async for delta in answer.stream.adeltas():
@@ -143,7 +143,7 @@ async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIter
     completion = answer.stream.completion
     told = await _logprobs(answer.engine, completion.logprobs) if logprobs else None
     yield chunk({}, completion.finish_reason, told, **answer.told())
-    if usage:
+    if options.include_usage:
         yield sse({**head, "choices": [], "usage": completion.usage})
 
 
@@ -200,8 +200,8 @@ async def complete(body: CompletionBody, request: Request, state: Serving, tenan
             answers.append(await opened(state, request, stack, body.model, "cmpl", asking(body, prompt, sampling=sampling)))
         if not body.stream:
             return await whole(state, request, answers[0], _text_whole(answers))
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(state, stack.pop_all(), answers[0], _text_events(answers, usage), failed=failed_event, end=DONE)
+        events = _text_events(answers, body.stream_options or StreamOptions())
+        return EventStream(state, stack.pop_all(), answers[0], events, failed=failed_event, end=DONE)
 
 
 async def _text_whole(answers: Sequence[Answer]) -> Mapping[str, Any]:
@@ -214,15 +214,20 @@ async def _text_whole(answers: Sequence[Answer]) -> Mapping[str, Any]:
     return {**_head(answers[0], "text_completion"), "choices": choices, "usage": _sum([completion.usage for completion in done])}
 
 
-async def _text_events(answers: Sequence[Answer], usage: bool) -> AsyncIterator[str]:
+async def _text_events(answers: Sequence[Answer], options: StreamOptions) -> AsyncIterator[str]:
     head = _head(answers[0], "text_completion")
+
+    def usage(told: bool | None) -> dict[str, Any]:
+        return {"usage": _sum([answer.stream.receipt.usage for answer in answers])} if told and options.include_usage else {}
+
     for index, answer in enumerate(answers):
         async for piece in answer.stream:
             if piece.text:
-                yield sse({**head, "choices": [await _text_choice(index, answer, piece.text)]})
-        yield sse({**head, "choices": [await _text_choice(index, answer, "", answer.stream.completion)], **answer.told()})
-    if usage:
-        yield sse({**head, "choices": [], "usage": _sum([answer.stream.completion.usage for answer in answers])})
+                yield sse({**head, "choices": [await _text_choice(index, answer, piece.text)], **usage(options.continuous_usage_stats)})
+        last = await _text_choice(index, answer, "", answer.stream.completion)
+        yield sse({**head, "choices": [last], **usage(options.continuous_usage_stats), **answer.told()})
+    if options.include_usage:
+        yield sse({**head, "choices": [], **usage(True)})
 
 
 async def _text_choice(index: int, answer: Answer, text: str, done: Completion | None = None) -> dict[str, Any]:

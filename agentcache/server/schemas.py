@@ -82,6 +82,7 @@ class Body(Strict):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = False
     # agentcache's own
     volatile: Texts | None = None
@@ -96,7 +97,7 @@ class Body(Strict):
 
     def sampling(self, max_tokens: int | None, stop: str | list[str] | None, logprobs: int | None) -> Sampling:
         """Settings of decoding. ConfigError names the one that cannot be."""
-        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos")
         given = {name: value for name in named if (value := getattr(self, name)) is not None}
         if "seed" in given:
             given["seed"] %= 1 << 64  # OpenAI's may be negative
@@ -108,6 +109,7 @@ class StreamOptions(Strict):
     """Extras of a stream. Obfuscation hides lengths from those who watch the network: there is none here."""
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = None
 
 

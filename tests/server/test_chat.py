@@ -225,6 +225,20 @@ def test_what_cannot_be_honoured_is_refused(served: Served, change: dict[str, An
     assert error["message"]
 
 
+@pytest.mark.parametrize("body", [{"messages": ASKED}, {"prompt": ["The keeper", "A ship"]}])
+def test_what_load_tools_ask_is_honoured(served: Served, body: dict[str, Any]) -> None:
+    """GuideLLM asks for both, SGLang's and vLLM's tools for a fixed number of tokens: all were refused."""
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    counted = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    with served.client() as http:
+        said = http.post(path, json={**body, **counted, "max_tokens": 200, "ignore_eos": True}).text
+    told = [json.loads(event[6:]) for event in said.split("\n\n") if event.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in told]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 9
+    assert counts[-1] == 200 * len({chunk["choices"][0]["index"] for chunk in told[:-1]})
+
+
 def test_labels_change_nothing(served: Served) -> None:
     labels = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "store": True, "n": 1, "service_tier": "auto", "stop": None}
     with served.client() as http:

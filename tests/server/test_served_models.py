@@ -95,6 +95,27 @@ def test_forgetting_reaches_every_model() -> None:
             assert http.post("/v1/cache/probe", json={"messages": ASKED, "model": name}).json()["memory_tokens"] == 0
 
 
+def test_models_stay_open_while_all_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was idle was closed meanwhile, and the deletion ended as 503, half done."""
+    with serving(embedded("a"), embedded("b")) as served, ready(served).client() as http:
+        http.post(CHAT, json={**BODY, "model": "b"})
+        first, other = served.state.models.all
+        assert first.engine is not None
+        assert other.engine is not None
+        forget, close, busy = first.engine.forget, other.engine.close, list[int]()
+
+        def slow(**wanted: Any) -> Any:
+            busy.append(other.busy)
+            if not other.busy:  # as `ServedModels.look_after` closes it
+                close()
+            return forget(**wanted)
+
+        monkeypatch.setattr(first.engine, "forget", slow)
+        answer = http.post("/v1/cache/forget", json={})
+        assert (busy, answer.status_code) == ([1], 200)
+        assert (first.busy, other.busy) == (0, 0)
+
+
 def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was ready right after an event was shown as loading for 15 seconds."""
     model, waits = embedded(), list[float]()
