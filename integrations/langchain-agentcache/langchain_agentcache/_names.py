@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from pydantic import SecretStr
 
 from agentcache import foreign_settings
 
@@ -25,17 +28,54 @@ SAME = {
     "request_timeout": "timeout",
     "hf_token": "token",
     "huggingfacehub_api_token": "token",
+    "use_auth_token": "token",
+    "openai_api_base": "base_url",
+    "openai_api_key": "api_key",
+    "chat_template_kwargs": "template_kwargs",
 }
+# Values under which what has no equal here decides nothing.
+NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("top_h", "max_time", "exponential_decay_length_penalty", "watermarking_config", "logits_processor", "streamer")),
+    **dict.fromkeys(("stopping_criteria", "dola_layers", "forced_bos_token_id", "forced_eos_token_id")),
+}
+_NEUTRAL = {**NEUTRAL, "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "task": "text-generation", "backend": "default"}
+_NEEDLESS = {"pad_token_id", "use_cache", "low_cpu_mem_usage", "use_safetensors", "stream_usage", "stream_options"}  # whatever they say
 _NESTED = ("model_kwargs", "pipeline_kwargs", "generation_kwargs")
 _MIROSTAT = "temperature, top_p, top_k and min_p choose tokens here"
 _SERVER = "base_url and api_key are all that a server of agentcache is asked with"
+_THINKING = "reasoning= takes True or False; how much is template_kwargs={'reasoning_effort': ...}, where the chat template knows it"
+_HEADERS = ("client_kwargs", "async_client_kwargs", "sync_client_kwargs", "default_headers", "extra_headers", "http_client", "endpoint_url")
 # What is ignored with one warning: what to do instead.
 _INSTEAD = {
-    **dict.fromkeys(("client_kwargs", "async_client_kwargs", "sync_client_kwargs", "validate_model_on_init"), _SERVER),
+    **dict.fromkeys((*_HEADERS, "http_async_client"), _SERVER),
     **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), _MIROSTAT),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repeat_last_n", "logit_bias"), "repetition_penalty is what there is"),
+    "no_repeat_ngram_size": "repetition_penalty is what there is",
     **dict.fromkeys(("n", "num_return_sequences"), "ask several times"),
     **dict.fromkeys(("functions", "function_call"), "bind_tools(...) shows tools, as create_tool_calling_agent does"),
+    **dict.fromkeys(("reasoning_effort", "enable_thinking", "thinking", "think"), _THINKING),
+    **dict.fromkeys(("extra_body", "options"), "say what is in it as settings of their own"),
+    **dict.fromkeys(("eos_token_id", "stop_token_ids", "stopping_criteria"), "stop=[...] takes the texts of tokens, <|eot_id|> too"),
+    **dict.fromkeys(("logprobs", "top_logprobs"), "AgentCacheLLM tells them"),
+    **dict.fromkeys(("tools", "tool_choice"), "ChatAgentCache calls tools"),
+    **dict.fromkeys(("task", "backend"), "a causal model of transformers answers"),
+    "validate_model_on_init": "load() loads the model at once",
+    "local_files_only": "HF_HUB_OFFLINE=1 in the environment asks no network",
     "num_beams": "one completion is written, greedily or by sampling",
     "keep_alive": "the model stays loaded until close()",
     "num_thread": "call torch.set_num_threads()",
@@ -45,7 +85,14 @@ _INSTEAD = {
     "attn_implementation": "agentcache brings its own attention",
     "store": "cache_dir= names the folder, and cache_dir='' writes nothing to disk",
 }
-_REFUSED = {"quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)"}
+_TAKE_OVER = "from_pipeline(...) takes over a pipeline or a HuggingFacePipeline; or say model=... and its settings"
+_REFUSED = {
+    "quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)",
+    "llm": _TAKE_OVER,
+    "pipeline": _TAKE_OVER,
+    "tokenizer": "comes with the model; for another one pass engine=agentcache.Engine(model, tokenizer)",
+}
+_PRIVATE = re.compile("key|token|header|client|auth", re.IGNORECASE)  # names of settings whose texts are in no log
 _UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
 
 
@@ -62,6 +109,8 @@ def beside(said: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
 def noted(text: str, said: Mapping[str, Any]) -> str:
     """An error's text, with the word that the caller had used."""
     notes = [f" ({theirs} is {ours} here)" for ours, theirs in renamed(said).items() if f"{ours}=" in text]
+    if text.startswith("reasoning="):
+        notes.append(f"; {_THINKING}")
     return text + "".join(notes)
 
 
@@ -71,25 +120,41 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
     by: the class they were given to. standing: what the model is set to, where they are said for one call.
     """
     out: dict[str, Any] = {}
+    loading, standing = said.get("model_kwargs"), standing or {}
+    if isinstance(loading, Mapping) and (hub := loading.get("cache_dir")) is not None:
+        raise ValueError(f"cache_dir={hub!r:.100} in model_kwargs: is the Hugging Face Hub's, set HF_HUB_CACHE; cache_dir= is for prompts")
     for name, value in _flat(said).items():
         ours = SAME.get(name, name)
         if value is None and ours in out:
             continue
         if out.get(ours) is not None and out[ours] != value:
-            raise ValueError(f"{ours}={out[ours]!r:.100} and {name}={value!r:.100} are one setting: give it once, as {ours}")
+            raise ValueError(f"{_shown(ours, out[ours])} and {_shown(name, value)} are one setting: give it once, as {ours}")
         out[ours] = value
-    _sampled(out, standing or {})
+    _sampled(out, standing)
     _placed(out)
     for name, wanted in (("return_full_text", False), ("skip_prompt", True)):
         if out.pop(name, wanted) is not wanted:
             raise ValueError(f"{name}={not wanted!r}: {by} answers with the completion alone; put the prompt before it yourself")
     for name in [name for name in out if name not in known and name not in _UNNAMED]:
         value = out.pop(name)
-        if name in _REFUSED and value is not None:
+        if name in _REFUSED and value is not None and not standing:
             raise ValueError(f"{name}={value!r:.100}: {_REFUSED[name]}")
-        if value is not None or name == "store":  # of an Engine, None keeps prompts off the disk
-            tell_once(by, name, f"{by} ignores {name}={value!r:.100}: it has no such setting{_hint(name, known)}")
+        if name in standing:
+            if value is not None and value != standing[name]:
+                tell_once(by, name, f"{by} ignores {_shown(name, value)} of a call: it is a setting of the whole model")
+        elif name == "store" or not _changes_nothing(name, value):  # of an Engine, None keeps prompts off the disk
+            tell_once(by, name, f"{by} ignores {_shown(name, value)}: it has no such setting{_hint(name, known)}")
     return out
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    neutral = _NEUTRAL.get(name)
+    return value is None or name in _NEEDLESS or (neutral is not None and value == neutral) or (isinstance(value, Mapping) and not value)
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting as messages show it."""
+    return f"{name}=..." if _PRIVATE.search(name) and isinstance(value, (str, SecretStr, Mapping)) else f"{name}={value!r:.100}"
 
 
 def _flat(said: Mapping[str, Any]) -> dict[str, Any]:
