@@ -72,6 +72,8 @@ def load(
     bits = 4 if load_in_4bit else 8 if load_in_8bit else None
     if weights is not None:
         _check_weights(weights, bits, device)
+    if tokenizer is not None and not callable(tokenizer):
+        raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         _check_given(model, tokenizer, bits or weights or dtype or device or revision or token or trust_remote_code)
         return model, tokenizer
@@ -117,8 +119,6 @@ def _check_given(model: Any, tokenizer: Any, loading: Any) -> None:
         raise ConfigError(f"model={model!r:.100}: must be a Hugging Face id, a folder, or a loaded model with its tokenizer{of}")
     if tokenizer is None:
         raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
-    if not callable(tokenizer):
-        raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
     if loading:
         raise ConfigError(
             "device, dtype, weights, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "

@@ -287,6 +287,8 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
         load(models.build("llama"), models.toy_tokenizer(), load_in_4bit=True)
     with pytest.raises(ConfigError, match=r"tokenizer=<object object .* must be the model's tokenizer"):
         load(models.build("llama"), object())
+    with pytest.raises(ConfigError, match="tokenizer='gpt2': must be the model's tokenizer"):
+        load("embedded", "gpt2")
     for other in (object(), torch.nn.Linear(2, 2), "a name", models.build("llama").model):
         with pytest.raises(ModelError, match="is not a causal language model"):
             HFModel(other)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
-
-from pydantic import SecretStr
 
 from agentcache import foreign_settings
 
@@ -16,6 +13,7 @@ from ._caller_warnings import tell_once
 # Words of ChatOllama, OllamaLLM, ChatHuggingFace, HuggingFacePipeline, ChatOpenAI and transformers with the same meaning here.
 SAME = {
     **foreign_settings.SAME,
+    "chat_template_kwargs": "template_kwargs",
     "model_name": "model",
     "model_id": "model",
     "repo_id": "model",
@@ -23,7 +21,6 @@ SAME = {
     "max_length": "num_ctx",  # prompt and completion together
     "repeat_penalty": "repetition_penalty",
     "stop_sequence": "stop",
-    "stop_strings": "stop",
     "timeout_s": "timeout",
     "request_timeout": "timeout",
     "hf_token": "token",
@@ -31,30 +28,7 @@ SAME = {
     "use_auth_token": "token",
     "openai_api_base": "base_url",
     "openai_api_key": "api_key",
-    "chat_template_kwargs": "template_kwargs",
 }
-# Values under which what has no equal here decides nothing.
-NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "renormalize_logits": False,
-    "remove_invalid_values": False,
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("top_h", "max_time", "exponential_decay_length_penalty", "watermarking_config", "logits_processor", "streamer")),
-    **dict.fromkeys(("stopping_criteria", "dola_layers", "forced_bos_token_id", "forced_eos_token_id")),
-}
-_NEUTRAL = {**NEUTRAL, "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "task": "text-generation", "backend": "default"}
-_NEEDLESS = {"pad_token_id", "use_cache", "low_cpu_mem_usage", "use_safetensors", "stream_usage", "stream_options"}  # whatever they say
 _NESTED = ("model_kwargs", "pipeline_kwargs", "generation_kwargs")
 _MIROSTAT = "temperature, top_p, top_k and min_p choose tokens here"
 _SERVER = "base_url and api_key are all that a server of agentcache is asked with"
@@ -92,7 +66,6 @@ _REFUSED = {
     "pipeline": _TAKE_OVER,
     "tokenizer": "comes with the model; for another one pass engine=agentcache.Engine(model, tokenizer)",
 }
-_PRIVATE = re.compile("key|token|header|client|auth", re.IGNORECASE)  # names of settings whose texts are in no log
 _UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
 
 
@@ -128,7 +101,8 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
         if value is None and ours in out:
             continue
         if out.get(ours) is not None and out[ours] != value:
-            raise ValueError(f"{_shown(ours, out[ours])} and {_shown(name, value)} are one setting: give it once, as {ours}")
+            told = " and ".join(foreign_settings.shown(*each) for each in ((ours, out[ours]), (name, value)))
+            raise ValueError(f"{told} are one setting: give it once, as {ours}")
         out[ours] = value
     _sampled(out, standing)
     _placed(out)
@@ -139,22 +113,13 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
         value = out.pop(name)
         if name in _REFUSED and value is not None and not standing:
             raise ValueError(f"{name}={value!r:.100}: {_REFUSED[name]}")
+        ignored = f"{by} ignores {foreign_settings.shown(name, value)}"
         if name in standing:
             if value is not None and value != standing[name]:
-                tell_once(by, name, f"{by} ignores {_shown(name, value)} of a call: it is a setting of the whole model")
-        elif name == "store" or not _changes_nothing(name, value):  # of an Engine, None keeps prompts off the disk
-            tell_once(by, name, f"{by} ignores {_shown(name, value)}: it has no such setting{_hint(name, known)}")
+                tell_once(by, name, f"{ignored} of a call: it is a setting of the whole model")
+        elif name == "store" or not (value is None or foreign_settings.changes_nothing(name, value)):  # store=None: nothing on disk
+            tell_once(by, name, f"{ignored}: it has no such setting{_hint(name, known)}")
     return out
-
-
-def _changes_nothing(name: str, value: Any) -> bool:
-    neutral = _NEUTRAL.get(name)
-    return value is None or name in _NEEDLESS or (neutral is not None and value == neutral) or (isinstance(value, Mapping) and not value)
-
-
-def _shown(name: str, value: Any) -> str:
-    """A setting as messages show it."""
-    return f"{name}=..." if _PRIVATE.search(name) and isinstance(value, (str, SecretStr, Mapping)) else f"{name}={value!r:.100}"
 
 
 def _flat(said: Mapping[str, Any]) -> dict[str, Any]:

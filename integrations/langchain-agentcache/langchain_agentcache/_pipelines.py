@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._names import NEUTRAL, own_names
+from agentcache import foreign_settings
+
+from ._names import own_names
 from .errors import ModelInvalidRequestError
 
 _TAKEN = ("max_tokens", "num_ctx", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
@@ -42,7 +44,7 @@ class Pipeline:
 def _settings(inner: Any, added: Mapping[str, Any]) -> dict[str, Any]:
     prompts, generation, texts = inner._sanitize_parameters(**added)
     said = _effective(inner, {**inner._forward_params, **generation})
-    _refuse(said, NEUTRAL)
+    _refuse(said, foreign_settings.NEUTRAL)
     _refuse({**inner._preprocess_params, **prompts}, _PROMPTS)
     _refuse({**inner._postprocess_params, **texts}, _TEXTS)
     _check_ends(inner, said.get("eos_token_id"))

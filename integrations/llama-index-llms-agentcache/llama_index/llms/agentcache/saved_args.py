@@ -100,7 +100,8 @@ def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, An
     given = {"tokenizer": tokenizer, **{name: _plain(name, value) for name, value in options.items()}}
     if not isinstance(model, (str, os.PathLike)):
         given["model"] = model
-    objects = tuple(sorted(name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))))
+    private = {"token"} if options.get("token") else set()
+    objects = tuple(sorted(private | {name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))}))
     return SavedArgs({name: value for name, value in given.items() if name not in objects and name != "tokenizer"}, objects)
 
 
