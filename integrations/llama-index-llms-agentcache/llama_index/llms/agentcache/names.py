@@ -17,7 +17,12 @@ from agentcache.errors import ConfigError
 from .structured import schema_of
 
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "{query_str}")  # what stands there by default
-SAME = {**foreign_settings.SAME, "chat_template_kwargs": "template_kwargs", "num_output": "max_tokens"}
+SAME = {
+    **foreign_settings.SAME,
+    "chat_template_kwargs": "template_kwargs",
+    "max_completion_tokens": "max_tokens",
+    "num_output": "max_tokens",
+}
 NEEDLESS = ("extra_headers",)  # of HTTP, as LlamaIndex's DocumentContextExtractor gives them to every model: they change no answer
 LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
 NO_SERVER = "base_url= and api_key= of an `agentcache serve`; without them the model runs in this process"
@@ -31,7 +36,7 @@ INSTEAD = {
     **dict.fromkeys(("headers", "http_client", "prompt_key", "reuse_client"), NO_SERVER),
     "attn_implementation": "nothing: agentcache brings its own attention",
     **dict.fromkeys(("eos_token_id", "stopping_ids"), TOKENS),
-    "extra_body": "additional_kwargs, with what is in it",
+    **dict.fromkeys(("extra_body", "options"), "additional_kwargs, with what is in it"),
     **dict.fromkeys(("frequency_penalty", "no_repeat_ngram_size", "presence_penalty", "repeat_last_n"), PENALTY),
     "keep_alive": "nothing: the model stays loaded until close() or the end of a `with` block",
     "max_length": "max_tokens, the tokens of an answer without its prompt",
@@ -42,6 +47,7 @@ INSTEAD = {
     "num_ctx": "context_window=, which tells LlamaIndex of a smaller context",
     "num_gpu": "device='cuda' or device='cpu'",
     "num_thread": "torch.set_num_threads(...)",
+    "parallel_tool_calls": "allow_parallel_tool_calls",
     "prompt_lookup_num_tokens": "nothing: tokens are drafted without being asked",
     "quantization_config": f"load_in_4bit=True or load_in_8bit=True; for any other, {LOAD}",
     "query_wrapper_prompt": "completion_to_prompt=lambda text: ..., which writes the whole prompt of complete()",
@@ -49,12 +55,13 @@ INSTEAD = {
     "repeat_penalty": f"{PENALTY} and not its last 64 tokens",
     **dict.fromkeys(("request_timeout", "timeout"), TIME),
     "should_use_structured_outputs": "nothing: objects are held to their schema",
-    "thinking": THINKING,
+    **dict.fromkeys(("think", "thinking"), THINKING),
     "tokenizer_kwargs": f"tokenizer=, made with them; with it, {LOAD}",
     "tokenizer_name": LOAD,
     "top_logprobs": "logprobs, how many of the likeliest tokens to tell beside each",
     **dict.fromkeys(("cache_dir", "local_files_only", "max_memory", "offload_folder"), LOAD),
 }
+SAID_BY_FALSE = ("parallel_tool_calls", "think", "thinking")  # not the default: a template may think by itself
 
 
 def said(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +70,7 @@ def said(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is not None and foreign_settings.changes_nothing(name, value):
             continue
-        if name in INSTEAD and (value not in _UNSET or (name == "thinking" and value is False)):  # a template may think by itself
+        if name in INSTEAD and (value not in _UNSET or (name in SAID_BY_FALSE and value is False)):
             raise ConfigError(f"{foreign_settings.shown(name, value)} is no setting here. Instead of it: {INSTEAD[name]}")
         if name in ("json_mode", "format", "response_format"):
             out = joined(out, _form(name, value), name)
