@@ -48,7 +48,7 @@ _NEUTRAL = {
     **dict.fromkeys(("client_kwargs", "async_client_kwargs", "sync_client_kwargs"), {}),
 }
 _NEEDLESS = {"pad_token_id", "use_cache", "low_cpu_mem_usage", "use_safetensors", "stream_usage", "stream_options"}  # whatever they say
-_PRIVATE = re.compile("key|token|header|client|auth", re.IGNORECASE)  # names of settings whose texts are in no message
+_PRIVATE = re.compile("key$|token$|tokenizer_kwargs|header|client", re.IGNORECASE)  # names of settings whose texts are in no message
 # What transformers' do_sample=True means where these are not given.
 DO_SAMPLE = {"temperature": 1.0, "top_k": 50}
 

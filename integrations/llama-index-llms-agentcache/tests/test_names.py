@@ -141,6 +141,11 @@ def test_what_means_something_else_is_named_with_the_way_out(given: dict[str, An
         AgentCacheLLM(model="no such model", **given)
 
 
+def test_names_beside_a_loaded_model_are_not_needed() -> None:
+    model = toy.model(VOCAB, layers=1, hidden=128)
+    assert renamed(model, {"model_name": "a", "tokenizer_name": "b", "device_map": None}, FIELDS) == (model, {})
+
+
 def test_the_hubs_settings_reach_the_engine_and_no_file(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _, **hub: asked.append(hub) or tokenizer())
