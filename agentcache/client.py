@@ -306,9 +306,9 @@ class RemoteEngine(ProcessOwned):
     async def _opened(self, content: str) -> RemoteRequest:
         """A request that the server has laid out."""
         response = await self._sent(self._http.build_request("POST", "/v1/engine/stream", headers=JSON, content=content))
-        if response.status_code != 200:
+        if "text/event-stream" not in response.headers.get("content-type", ""):
             await response.aread()
-            checked(response)
+            checked(response, "text/event-stream")
         request = RemoteRequest(RemoteEvents(self._loop))
         request.events.begin(asyncio.ensure_future(read(response, request)))
         return request

@@ -125,16 +125,19 @@ async def _sse(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
             event = "message"
 
 
-def checked(response: httpx.Response) -> httpx.Response:
-    """The response; the error that it tells of is raised."""
-    if response.is_success:
+def checked(response: httpx.Response, kind: str = "application/json") -> httpx.Response:
+    """The response, of that media type; the error that it tells of is raised. Other servers know none of the routes asked for."""
+    if response.is_success and kind in response.headers.get("content-type", ""):
         return response
     try:
-        raise _error(response.json(), response.status_code)
-    except ValueError as error:
-        if isinstance(error, AgentCacheError):
-            raise
-        raise ConfigError(f"{str(response.url)!r} answered {response.status_code} and no JSON: is it an `agentcache serve`?") from error
+        body = response.json()
+    except ValueError:
+        body = None
+    told = body.get("error") if isinstance(body, Mapping) else None
+    named = isinstance(told, Mapping) and isinstance(told.get("code"), str)
+    if body is None or response.is_success or (response.status_code == 404 and not named):
+        raise ConfigError(f"{str(response.url)!r} answered {response.status_code} {response.text!r:.100}: is it an `agentcache serve`?")
+    raise _error(body, response.status_code)
 
 
 def _error(body: Any, status: int) -> AgentCacheError:

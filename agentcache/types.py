@@ -242,7 +242,7 @@ class Sampling:
             raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
 
         if not _whole(self.max_tokens) or self.max_tokens < 1:
-            refuse("max_tokens", "an integer of at least 1")
+            refuse("max_tokens", "an integer of at least 1; a large one ends where the context does")
         if not _finite(self.temperature) or self.temperature < 0.0:
             refuse("temperature", "0 (greedy) or a finite positive number")
         if not _finite(self.top_p) or not 0.0 <= self.top_p <= 1.0:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -116,6 +117,24 @@ def test_errors_keep_their_classes(remote: RemoteEngine, local: Engine) -> None:
 def test_an_address_that_is_none_is_named(address: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"base_url={address!r}: must be the address of an `agentcache serve`")):
         RemoteEngine(address)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (404, "text/plain", "404 page not found"),  # Ollama
+        (404, "application/json", '{"detail": "Not Found"}'),  # vLLM
+        (404, "application/json", '{"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}'),  # llama.cpp
+        (200, "application/json", '{"error": "Unexpected endpoint or method. (POST /v1/engine/stream)"}'),  # LM Studio
+        (200, "text/html", "<html>"),
+    ],
+)
+def test_another_server_is_told_from_one_of_ours(status: int, kind: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RemoteEngine("http://127.0.0.1:9/v1") as engine:
+        answers = httpx.MockTransport(lambda _: httpx.Response(status, headers={"content-type": kind}, text=said))
+        monkeypatch.setattr(engine, "_http", httpx.AsyncClient(base_url="http://127.0.0.1:9", transport=answers))
+        with pytest.raises(ConfigError, match=re.escape(f"answered {status} {said!r:.100}: is it an `agentcache serve`?")):
+            engine.generate("x")
 
 
 def test_tool_groups_are_pinned_and_released(served: Served, remote: RemoteEngine) -> None:

@@ -51,6 +51,9 @@ class ChatSettings(Settings, BaseChatModel):
                 "use one over a HuggingFacePipeline, or ChatAgentCache(model=...)"
             )
         said = {name: value for name in (*SAMPLING, "stop") if (value := getattr(chat, name, None)) is not None}
+        shown, given = (getattr(each, "tokenizer", None) for each in (chat, llm.pipeline))  # the first one's template writes the prompts
+        if isinstance(form := getattr(shown, "chat_template", None), str) and form != getattr(given, "chat_template", None):
+            said["chat_template"] = form
         return cls.from_pipeline(llm, **beside(kwargs, said))
 
     @override

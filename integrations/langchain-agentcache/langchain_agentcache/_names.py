@@ -13,6 +13,7 @@ from ._caller_warnings import tell_once
 # Words of ChatOllama, OllamaLLM, ChatHuggingFace, HuggingFacePipeline, ChatOpenAI and transformers with the same meaning here.
 SAME = {
     **foreign_settings.SAME,
+    "chat_template_kwargs": "template_kwargs",
     "model_name": "model",
     "model_id": "model",
     "repo_id": "model",
@@ -20,22 +21,35 @@ SAME = {
     "max_length": "num_ctx",  # prompt and completion together
     "repeat_penalty": "repetition_penalty",
     "stop_sequence": "stop",
-    "stop_strings": "stop",
     "timeout_s": "timeout",
     "request_timeout": "timeout",
     "hf_token": "token",
     "huggingfacehub_api_token": "token",
+    "use_auth_token": "token",
+    "openai_api_base": "base_url",
+    "openai_api_key": "api_key",
 }
 _NESTED = ("model_kwargs", "pipeline_kwargs", "generation_kwargs")
 _MIROSTAT = "temperature, top_p, top_k and min_p choose tokens here"
 _SERVER = "base_url and api_key are all that a server of agentcache is asked with"
+_THINKING = "reasoning= takes True or False; how much is template_kwargs={'reasoning_effort': ...}, where the chat template knows it"
+_HEADERS = ("client_kwargs", "async_client_kwargs", "sync_client_kwargs", "default_headers", "extra_headers", "http_client", "endpoint_url")
 # What is ignored with one warning: what to do instead.
 _INSTEAD = {
-    **dict.fromkeys(("client_kwargs", "async_client_kwargs", "sync_client_kwargs", "validate_model_on_init"), _SERVER),
+    **dict.fromkeys((*_HEADERS, "http_async_client"), _SERVER),
     **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), _MIROSTAT),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repeat_last_n", "logit_bias"), "repetition_penalty is what there is"),
+    "no_repeat_ngram_size": "repetition_penalty is what there is",
     **dict.fromkeys(("n", "num_return_sequences"), "ask several times"),
     **dict.fromkeys(("functions", "function_call"), "bind_tools(...) shows tools, as create_tool_calling_agent does"),
+    **dict.fromkeys(("reasoning_effort", "enable_thinking", "thinking", "think"), _THINKING),
+    **dict.fromkeys(("extra_body", "options"), "say what is in it as settings of their own"),
+    **dict.fromkeys(("eos_token_id", "stop_token_ids", "stopping_criteria"), "stop=[...] takes the texts of tokens, <|eot_id|> too"),
+    **dict.fromkeys(("logprobs", "top_logprobs"), "AgentCacheLLM tells them"),
+    **dict.fromkeys(("tools", "tool_choice"), "ChatAgentCache calls tools"),
+    **dict.fromkeys(("task", "backend"), "a causal model of transformers answers"),
+    "validate_model_on_init": "load() loads the model at once",
+    "local_files_only": "HF_HUB_OFFLINE=1 in the environment asks no network",
     "num_beams": "one completion is written, greedily or by sampling",
     "keep_alive": "the model stays loaded until close()",
     "num_thread": "call torch.set_num_threads()",
@@ -45,7 +59,13 @@ _INSTEAD = {
     "attn_implementation": "agentcache brings its own attention",
     "store": "cache_dir= names the folder, and cache_dir='' writes nothing to disk",
 }
-_REFUSED = {"quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)"}
+_TAKE_OVER = "from_pipeline(...) takes over a pipeline or a HuggingFacePipeline; or say model=... and its settings"
+_REFUSED = {
+    "quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)",
+    "llm": _TAKE_OVER,
+    "pipeline": _TAKE_OVER,
+    "tokenizer": "comes with the model; for another one pass engine=agentcache.Engine(model, tokenizer)",
+}
 _UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
 
 
@@ -62,6 +82,8 @@ def beside(said: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
 def noted(text: str, said: Mapping[str, Any]) -> str:
     """An error's text, with the word that the caller had used."""
     notes = [f" ({theirs} is {ours} here)" for ours, theirs in renamed(said).items() if f"{ours}=" in text]
+    if text.startswith("reasoning="):
+        notes.append(f"; {_THINKING}")
     return text + "".join(notes)
 
 
@@ -71,24 +93,32 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
     by: the class they were given to. standing: what the model is set to, where they are said for one call.
     """
     out: dict[str, Any] = {}
+    loading, standing = said.get("model_kwargs"), standing or {}
+    if isinstance(loading, Mapping) and (hub := loading.get("cache_dir")) is not None:
+        raise ValueError(f"cache_dir={hub!r:.100} in model_kwargs: is the Hugging Face Hub's, set HF_HUB_CACHE; cache_dir= is for prompts")
     for name, value in _flat(said).items():
         ours = SAME.get(name, name)
         if value is None and ours in out:
             continue
         if out.get(ours) is not None and out[ours] != value:
-            raise ValueError(f"{ours}={out[ours]!r:.100} and {name}={value!r:.100} are one setting: give it once, as {ours}")
+            told = " and ".join(foreign_settings.shown(*each) for each in ((ours, out[ours]), (name, value)))
+            raise ValueError(f"{told} are one setting: give it once, as {ours}")
         out[ours] = value
-    _sampled(out, standing or {})
+    _sampled(out, standing)
     _placed(out)
     for name, wanted in (("return_full_text", False), ("skip_prompt", True)):
         if out.pop(name, wanted) is not wanted:
             raise ValueError(f"{name}={not wanted!r}: {by} answers with the completion alone; put the prompt before it yourself")
     for name in [name for name in out if name not in known and name not in _UNNAMED]:
         value = out.pop(name)
-        if name in _REFUSED and value is not None:
+        if name in _REFUSED and value is not None and not standing:
             raise ValueError(f"{name}={value!r:.100}: {_REFUSED[name]}")
-        if value is not None or name == "store":  # of an Engine, None keeps prompts off the disk
-            tell_once(by, name, f"{by} ignores {name}={value!r:.100}: it has no such setting{_hint(name, known)}")
+        ignored = f"{by} ignores {foreign_settings.shown(name, value)}"
+        if name in standing:
+            if value is not None and value != standing[name]:
+                tell_once(by, name, f"{ignored} of a call: it is a setting of the whole model")
+        elif name == "store" or not (value is None or foreign_settings.changes_nothing(name, value)):  # store=None: nothing on disk
+            tell_once(by, name, f"{ignored}: it has no such setting{_hint(name, known)}")
     return out
 
 

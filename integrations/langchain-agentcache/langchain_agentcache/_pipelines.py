@@ -6,31 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache import foreign_settings
+
 from ._names import own_names
 from .errors import ModelInvalidRequestError
 
 _TAKEN = ("max_tokens", "num_ctx", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-# Values under which what has no equal here decides nothing.
-_NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "renormalize_logits": False,
-    "remove_invalid_values": False,
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("top_h", "max_time", "exponential_decay_length_penalty", "watermarking_config", "logits_processor", "streamer")),
-    **dict.fromkeys(("stopping_criteria", "dola_layers", "forced_bos_token_id", "forced_eos_token_id")),
-}
-# The same for what is done to prompts and to completions.
+# Values under which what is done to prompts and to completions, and has no equal here, decides nothing.
 _PROMPTS: dict[str, Any] = dict.fromkeys(
     ("prefix", "truncation", "handle_long_generation", "tokenizer_encode_kwargs", "documents", "tools")
 )
@@ -62,7 +44,7 @@ class Pipeline:
 def _settings(inner: Any, added: Mapping[str, Any]) -> dict[str, Any]:
     prompts, generation, texts = inner._sanitize_parameters(**added)
     said = _effective(inner, {**inner._forward_params, **generation})
-    _refuse(said, _NEUTRAL)
+    _refuse(said, foreign_settings.NEUTRAL)
     _refuse({**inner._preprocess_params, **prompts}, _PROMPTS)
     _refuse({**inner._postprocess_params, **texts}, _TEXTS)
     _check_ends(inner, said.get("eos_token_id"))

@@ -254,10 +254,11 @@ class Settings(BaseLanguageModel):
 
     def _call(self, said: Mapping[str, Any]) -> dict[str, Any]:
         """What one call says, under the names that settings have here; refused before anything is computed where it cannot be."""
-        standing = {"temperature": self.temperature, "top_k": self.top_k}
         try:
-            out = own_names(said, self.of_calls | _OF_LANGCHAIN, type(self).__name__, standing)
+            out = own_names(said, self.of_calls | _OF_LANGCHAIN, type(self).__name__, vars(self))
             self._sampling(None, out)
+            if not isinstance(thinks := out.get("reasoning"), (bool, type(None))):
+                raise ValueError(f"reasoning={thinks!r:.200}: must be a boolean")
         except ValueError as error:
             raise ModelInvalidRequestError(noted(str(error), said)) from error
         seconds(out.get("timeout"))

@@ -84,7 +84,7 @@ def test_models_that_are_none(shared_engine: Engine, tmp_path: Path) -> None:
 
 ONE_CALL: list[tuple[dict[str, Any], str]] = [
     ({"stop": 3}, "stop=3: must be a text or a list of texts"),
-    ({"n": 2}, r"unknown options \['n'\]: known are .*\]$"),
+    ({"best_of": 2}, r"unknown options \['best_of'\]: known are .*\]$"),
     ({"max_token": 5, "temprature": 1}, r"unknown options .*\]; did you mean max_tokens, temperature\?$"),
     ({"max_tokens": -1}, "max_tokens=-1: must be"),
     ({"namespace": 3}, "namespace=3: must be a text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,12 @@ def test_what_huggingface_llm_is_made_with_makes_this_one(folder: str) -> None:
         ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
         ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5, "top_k": 50}),
         ({"num_predict": 9, "stop_sequences": ["x"]}, {"max_tokens": 9, "stop": ["x"]}),
-        ({"max_new_tokens": 9, "max_tokens": 9}, {"max_tokens": 9}),
+        ({"max_new_tokens": 9, "max_tokens": 9, "max_completion_tokens": 9}, {"max_tokens": 9}),
         ({"extra_headers": {"anthropic-beta": "prompt-caching-2024-07-31"}}, {}),
+        ({"stop_strings": ["x"], "chat_template_kwargs": {"a": 1}}, {"stop": ["x"], "template_kwargs": {"a": 1}}),
+        ({"pad_token_id": 3, "use_cache": True, "num_beams": 1, "n": 1, "presence_penalty": 0.0}, {}),
         ({"json_mode": True}, {"schema": True}),
-        ({"json_mode": False, "request_timeout": None, "trust_remote_code": False}, {}),
+        ({"json_mode": False, "request_timeout": None, "keep_alive": 0}, {}),
         ({"format": "json"}, {"schema": True}),
         ({"format": {"type": "object"}}, {"schema": {"type": "object"}}),
         ({"response_format": {"type": "json_object"}}, {"schema": True}),
@@ -95,11 +98,23 @@ def test_names_of_a_request(given: dict[str, Any], meant: dict[str, Any]) -> Non
         ({"tokenizer_name": "other"}, "tokenizer="),
         ({"tokenizer_kwargs": {"max_length": 9}}, "tokenizer="),
         ({"model_kwargs": {"quantization_config": object()}}, "load_in_4bit=True"),
-        ({"model_kwargs": {"trust_remote_code": True}}, "from_pretrained"),
+        ({"model_kwargs": {"max_memory": {0: "1GB"}}}, "from_pretrained"),
+        ({"tokenizer_kwargs": {"token": "hf_secret"}}, r"^tokenizer_kwargs=\.\.\. is no setting"),
+        ({"headers": {"Authorization": "secret"}}, r"^headers=\.\.\. is no setting"),
+        ({"api_key": "sk-1", "base_url": "http://x", "api_base": "http://x"}, "base_url= and api_key="),
+        ({"token": "hf_secret", "model_kwargs": {"token": "hf_other"}}, r"otherwise: token=\.\.\.; give each setting once"),
+        ({"timeout": 60.0}, "asyncio.wait_for"),
+        ({"max_retries": 3}, "needs no second"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"top_logprobs": 3}, "logprobs, how many"),
+        ({"additional_kwargs": {"extra_body": {"top_k": 2}}}, "with what is in it"),
+        ({"generate_kwargs": {"eos_token_id": [3]}}, r"stop=\["),
+        ({"generate_kwargs": {"max_length": 300}}, "without its prompt"),
         ({"model_kwargs": {"attn_implementation": "sdpa"}}, "its own attention"),
         ({"model_kwargs": "bf16"}, "dict"),
         ({"generate_kwargs": {"num_beams": 4}}, "beams"),
-        ({"generate_kwargs": {"typical_p": 0.9}}, "unknown options.*typical_p"),
+        ({"generate_kwargs": {"typical_p": 0.9}}, "top_p, top_k and min_p"),
+        ({"generate_kwargs": {"length_penalty": 2.0}}, "unknown options.*length_penalty"),
         ({"additional_kwargs": {"repeat_penalty": 1.1}}, "repetition_penalty"),
         ({"query_wrapper_prompt": "<s>{query_str}"}, "completion_to_prompt"),
         ({"query_wrapper_prompt": PromptTemplate("<s>{query_str}")}, "completion_to_prompt"),
@@ -111,6 +126,10 @@ def test_names_of_a_request(given: dict[str, Any], meant: dict[str, Any]) -> Non
         ({"response_format": {"type": "xml"}}, "schema=, a JSON schema"),
         ({"do_sample": "yes"}, "True or False"),
         ({"thinking": True}, "enable_thinking"),
+        ({"thinking": False}, "enable_thinking"),
+        ({"think": False}, "enable_thinking"),
+        ({"parallel_tool_calls": False}, "allow_parallel_tool_calls"),
+        ({"options": {"num_predict": 2}}, "with what is in it"),
         ({"max_tokens": 5, "max_new_tokens": 6}, "give each setting once"),
         ({"temperature": 0.1, "generate_kwargs": {"temperature": 0.2}}, "give each setting once"),
         ({"model_name": "another"}, "two models"),
@@ -120,6 +139,31 @@ def test_what_means_something_else_is_named_with_the_way_out(given: dict[str, An
     """Before weights are loaded: there is no such model."""
     with pytest.raises(ConfigError, match=way_out):
         AgentCacheLLM(model="no such model", **given)
+
+
+def test_names_beside_a_loaded_model_are_not_needed() -> None:
+    model = toy.model(VOCAB, layers=1, hidden=128)
+    assert renamed(model, {"model_name": "a", "tokenizer_name": "b", "device_map": None}, FIELDS) == (model, {})
+
+
+def test_the_hubs_settings_reach_the_engine_and_no_file(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _, **hub: asked.append(hub) or tokenizer())
+    hub = {"token": "hf_secret", "trust_remote_code": True}
+    assert renamed("m", {"model_kwargs": {"revision": "v2", **hub}}, FIELDS)[1] == {"revision": "v2", **hub}
+    with AgentCacheLLM(model=folder, model_kwargs=hub, store=None, memory_bytes=64 << 20) as llm:
+        assert hub.items() <= asked[0].items()
+        written = llm.to_dict()
+        assert (written["trust_remote_code"], written["give_again"]) == (True, ["token"])
+        assert "hf_secret" not in f"{written!r} {llm!r}"
+        with pytest.raises(ConfigError, match="token"):
+            pickle.dumps(llm)
+
+
+def test_a_context_window_is_at_most_the_models(llm: Make) -> None:
+    longest = llm().metadata.context_window
+    assert llm(context_window=longest + 1).metadata.context_window == longest
+    assert llm(context_window=9).metadata.context_window == 9
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_an_assigned_setting_that_cannot_be_is_named(model_folder: str, kind: An
 
 WRONG_CALLS = [
     ({"temperature": "hot"}, "temperature='hot': must be 0"),
-    ({"max_tokens": -1}, "max_tokens=-1: must be an integer of at least 1"),
+    ({"max_tokens": -1}, "max_tokens=-1: must be an integer of at least 1; a large one ends where the context does"),
     ({"stop": 3}, "stop=3: must be a text or a list of texts"),
     ({"stop": [""]}, "stop=.*: must be a tuple of non-empty strings"),
     ({"timeout": "soon"}, "timeout='soon': must be a positive number of seconds"),

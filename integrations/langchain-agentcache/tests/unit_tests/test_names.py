@@ -112,6 +112,12 @@ WRONG = [
     ({"max_tokens": 5, "num_predict": 7}, "max_tokens=5 and num_predict=7 are one setting: give it once, as max_tokens"),
     ({"device_map": "auto"}, "device_map='auto': the weights lie on one device; say device="),
     ({"quantization_config": {"a": 1}}, "quantization_config=.*: say load_in_4bit=True"),
+    ({"reasoning": "low"}, r"reasoning='low': .*; reasoning= takes True or False; how much is template_kwargs={'reasoning_effort'"),
+    ({"llm": object()}, r"llm=<object.*: from_pipeline\(...\) takes over a pipeline or a HuggingFacePipeline"),
+    ({"pipeline": object()}, r"pipeline=<object.*: from_pipeline\(...\) takes over"),
+    ({"tokenizer": object()}, r"tokenizer=<object.*: comes with the model; for another one pass engine="),
+    ({"model_kwargs": {"cache_dir": "/hub"}}, "cache_dir='/hub' in model_kwargs: is the Hugging Face Hub's, set HF_HUB_CACHE"),
+    ({"token": "hf_secret", "use_auth_token": "hf_other"}, r"^token=\.\.\. and use_auth_token=\.\.\. are one setting"),
     ({"return_full_text": True}, "return_full_text=True: ChatAgentCache answers with the completion alone"),
     ({"max_retries": -1}, "max_retries=-1: input should be greater than or equal to 0"),
     ({"num_predict": "many"}, r"max_tokens='many': .* \(num_predict is max_tokens here\)"),
@@ -130,6 +136,9 @@ def test_refused_in_calls_too(chat: Any) -> None:
         chat().bind(max_tokens=5).invoke(ASKED, num_predict=7)
     with pytest.raises(errors.ModelInvalidRequestError, match=r"max_tokens=-1: .*\(num_predict is max_tokens here\)"):
         chat().invoke(ASKED, num_predict=-1)
+    for given in ("low", "off", {"effort": "low"}):
+        with pytest.raises(errors.ModelInvalidRequestError, match="reasoning=.*: must be a boolean; reasoning= takes True or False"):
+            chat().invoke(ASKED, reasoning=given)
     assert chat().bind(max_tokens=5).invoke(ASKED, max_new_tokens=5).usage_metadata["output_tokens"] == 5
 
 
@@ -151,7 +160,11 @@ HINTS = [
     ({"num_thread": 4}, "ignores num_thread=4: it has no such setting; call torch.set_num_threads()"),
     ({"functions": [{"name": "tide"}]}, "ignores functions=.*; bind_tools"),
     ({"mirostat": 2}, "ignores mirostat=2: .*; temperature, top_p"),
-    ({"client_kwargs": {"x": 1}}, "ignores client_kwargs={'x': 1}: .*; base_url and api_key are all"),
+    ({"client_kwargs": {"x": 1}}, r"ignores client_kwargs=\.\.\.: .*; base_url and api_key are all"),
+    ({"reasoning_effort": "low"}, "ignores reasoning_effort='low': .*; reasoning= takes True or False; how much is template_kwargs="),
+    ({"extra_body": {"top_k": 2}}, "ignores extra_body=.*; say what is in it as settings of their own"),
+    ({"eos_token_id": [3, 4]}, r"ignores eos_token_id=\[3, 4\]: .*; stop=\[...\] takes the texts of tokens"),
+    ({"task": "translation"}, "ignores task='translation': .*; a causal model of transformers answers"),
     ({"temprature": 1}, "ignores temprature=1: it has no such setting; did you mean temperature?"),
 ]
 
@@ -164,6 +177,25 @@ def test_what_is_ignored_is_told_once_with_a_hint(form: Any, settings: dict[str,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         form(model="x", **settings)
+
+
+def test_what_changes_nothing_is_not_told(chat: Any) -> None:
+    said = {"task": "text-generation", "backend": "default", "n": 1, "num_beams": 1, "presence_penalty": 0.0, "client_kwargs": {}}
+    said |= {"pad_token_id": 3, "use_cache": True, "stream_usage": True, "model_kwargs": {"low_cpu_mem_usage": True}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat(**said, num_ctx=4000).invoke(ASKED, **said, num_ctx=4000, tokenizer=None)
+
+
+def test_a_setting_of_the_model_is_told_in_a_call(chat: Any) -> None:
+    with pytest.warns(UserWarning, match="ignores num_ctx=30 of a call: it is a setting of the whole model"):
+        chat(max_tokens=1).invoke(ASKED, max_length=30)
+
+
+def test_chat_openai_and_vllm_say_server_and_template_so() -> None:
+    model = ChatAgentCache(openai_api_base="http://127.0.0.1:9/v1", openai_api_key="sk-1", chat_template_kwargs={"enable_thinking": False})
+    assert (model.base_url, model.api_key.get_secret_value()) == ("http://127.0.0.1:9/v1", "sk-1")
+    assert model.template_kwargs == {"enable_thinking": False}
 
 
 def _here() -> int:

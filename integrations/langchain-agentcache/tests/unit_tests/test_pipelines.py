@@ -126,6 +126,7 @@ class ChatHuggingFace:
     temperature: float | None = None
     max_tokens: int | None = None
     stop: Any = None
+    tokenizer: Any = None
 
 
 def test_langchain_s_classes_around_one() -> None:
@@ -136,6 +137,13 @@ def test_langchain_s_classes_around_one() -> None:
     assert (text.max_tokens, text.repetition_penalty) == (5, 1.5)
     assert chat.engine is text.engine, "one model, one engine"
     assert chat.invoke("x").usage_metadata["output_tokens"] <= 6
+
+
+def test_a_chat_template_of_the_chat_s_own_tokenizer() -> None:
+    llm, other = HuggingFacePipeline(pipe(max_new_tokens=2)), toy.tokenizer(script.TEXTS, script.VOCAB)
+    other.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for tokenizer, expected in ((other, other.chat_template), (llm.pipeline.tokenizer, None), (None, None)):
+        assert ChatAgentCache.from_huggingface(ChatHuggingFace(llm, tokenizer=tokenizer), **SMALL).chat_template == expected
 
 
 def test_another_tokenizer_is_another_engine() -> None:

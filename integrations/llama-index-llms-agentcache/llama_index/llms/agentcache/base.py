@@ -112,9 +112,10 @@ class AgentCacheLLM(ObjectLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
+        asked, longest = self.context_window, self.engine.model.context_tokens
         try:
             return LLMMetadata(
-                context_window=self.context_window or self.engine.model.context_tokens,
+                context_window=longest if isinstance(asked, int) and asked > longest else asked or longest,
                 num_output=requests.sampling({"max_tokens": self.max_tokens}, {}).max_tokens,
                 is_chat_model=prompts.of_text(self) is None,  # otherwise LlamaIndex asks by complete()
                 is_function_calling_model=prompts.of_messages(self) is None,
@@ -267,8 +268,7 @@ class AgentCacheLLM(ObjectLLM):
         return self._aresponses(messages, kwargs)
 
     # -- completion ------------------------------------------------------------------------------------------------
-    # A prompt becomes one user message after the system prompt, unless `formatted` says that it is the model's whole prompt already, or
-    # the user's own completion_to_prompt writes that.
+    # A prompt becomes a message after the system prompt, unless `formatted` says that it is a whole one, or completion_to_prompt writes it.
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:

@@ -17,37 +17,61 @@ from agentcache.errors import ConfigError
 from .structured import schema_of
 
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "{query_str}")  # what stands there by default
-SAME = {**foreign_settings.SAME, "num_output": "max_tokens"}
+SAME = {
+    **foreign_settings.SAME,
+    "chat_template_kwargs": "template_kwargs",
+    "max_completion_tokens": "max_tokens",
+    "num_output": "max_tokens",
+}
 NEEDLESS = ("extra_headers",)  # of HTTP, as LlamaIndex's DocumentContextExtractor gives them to every model: they change no answer
 LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
 NO_SERVER = "base_url= and api_key= of an `agentcache serve`; without them the model runs in this process"
+PENALTY = "repetition_penalty, which counts the whole text"
+SAMPLING = "nothing: temperature, top_p, top_k and min_p choose tokens"
+THINKING = 'additional_kwargs={"template_kwargs": {"enable_thinking": ...}}, for chat templates that know it'
+TIME = "asyncio.wait_for(llm.achat(...), seconds), which ends the request on the device"
+TOKENS = "stop=[...], with the texts of these tokens"
 INSTEAD = {
-    "async_client": NO_SERVER,
+    **dict.fromkeys(("api_base", "api_version", "async_client", "async_http_client", "client", "default_headers"), NO_SERVER),
+    **dict.fromkeys(("headers", "http_client", "prompt_key", "reuse_client"), NO_SERVER),
     "attn_implementation": "nothing: agentcache brings its own attention",
-    "client": NO_SERVER,
+    **dict.fromkeys(("eos_token_id", "stopping_ids"), TOKENS),
+    **dict.fromkeys(("extra_body", "options"), "additional_kwargs, with what is in it"),
+    **dict.fromkeys(("frequency_penalty", "no_repeat_ngram_size", "presence_penalty", "repeat_last_n"), PENALTY),
     "keep_alive": "nothing: the model stays loaded until close() or the end of a `with` block",
+    "max_length": "max_tokens, the tokens of an answer without its prompt",
+    "max_retries": "nothing: a request in this process needs no second one",
+    **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), SAMPLING),
+    **dict.fromkeys(("n", "num_return_sequences"), "nothing: ask several times"),
     "num_beams": "nothing: answers are not searched with beams",
     "num_ctx": "context_window=, which tells LlamaIndex of a smaller context",
-    "prompt_key": NO_SERVER,
+    "num_gpu": "device='cuda' or device='cpu'",
+    "num_thread": "torch.set_num_threads(...)",
+    "parallel_tool_calls": "allow_parallel_tool_calls",
     "prompt_lookup_num_tokens": "nothing: tokens are drafted without being asked",
     "quantization_config": f"load_in_4bit=True or load_in_8bit=True; for any other, {LOAD}",
     "query_wrapper_prompt": "completion_to_prompt=lambda text: ..., which writes the whole prompt of complete()",
-    "repeat_penalty": "repetition_penalty, which counts the whole text and not its last 64 tokens",
-    "request_timeout": "asyncio.wait_for(llm.achat(...), seconds), which ends the request on the device",
-    "stopping_ids": "stop=[...], with the texts of these tokens",
-    "thinking": 'additional_kwargs={"template_kwargs": {"enable_thinking": ...}}, for chat templates that know it',
+    "reasoning_effort": 'additional_kwargs={"template_kwargs": {"reasoning_effort": ...}}, for chat templates that know it',
+    "repeat_penalty": f"{PENALTY} and not its last 64 tokens",
+    **dict.fromkeys(("request_timeout", "timeout"), TIME),
+    "should_use_structured_outputs": "nothing: objects are held to their schema",
+    **dict.fromkeys(("think", "thinking"), THINKING),
     "tokenizer_kwargs": f"tokenizer=, made with them; with it, {LOAD}",
     "tokenizer_name": LOAD,
-    **dict.fromkeys(("cache_dir", "local_files_only", "max_memory", "offload_folder", "revision", "token", "trust_remote_code"), LOAD),
+    "top_logprobs": "logprobs, how many of the likeliest tokens to tell beside each",
+    **dict.fromkeys(("cache_dir", "local_files_only", "max_memory", "offload_folder"), LOAD),
 }
+SAID_BY_FALSE = ("parallel_tool_calls", "think", "thinking")  # not the default: a template may think by itself
 
 
 def said(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request, or of all, in this package's words."""
     out: dict[str, Any] = {}
     for name, value in given.items():
-        if name in INSTEAD and value not in _UNSET:
-            raise ConfigError(f"{name}={value!r:.100} is no setting here. Instead of it: {INSTEAD[name]}")
+        if value is not None and foreign_settings.changes_nothing(name, value):
+            continue
+        if name in INSTEAD and (value not in _UNSET or (name in SAID_BY_FALSE and value is False)):
+            raise ConfigError(f"{foreign_settings.shown(name, value)} is no setting here. Instead of it: {INSTEAD[name]}")
         if name in ("json_mode", "format", "response_format"):
             out = joined(out, _form(name, value), name)
         elif name not in ("do_sample", *INSTEAD, *NEEDLESS):
@@ -85,6 +109,6 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 def joined(options: Mapping[str, Any], more: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Both; ConfigError where they say two things of one setting."""
     if twice := sorted(name for name in more if name in options and options[name] != more[name]):
-        told = {name: (options[name], more[name]) for name in twice}
-        raise ConfigError(f"{where} says again what is said already, and otherwise: {told!r:.300}; give each setting once")
+        told = ", ".join(foreign_settings.shown(name, (options[name], more[name])) for name in twice)
+        raise ConfigError(f"{where} says again what is said already, and otherwise: {told:.300}; give each setting once")
     return {**options, **more}

@@ -53,7 +53,7 @@ def renamed(model: Any, given: Mapping[str, Any], fields: Collection[str]) -> tu
     if name is not None and isinstance(model, str) and model != name:
         raise ConfigError(f"model={model!r} and model_name={name!r}: two models; give model= alone")
     model = name if model is None else model  # of a loaded model HuggingFaceLLM does not use the name either
-    if options.get("tokenizer_name") in (None, model):
+    if options.get("tokenizer_name") in (None, model) or not isinstance(model, (str, os.PathLike, type(None))):  # nor of a tokenizer
         options.pop("tokenizer_name", None)
     for flag in ("is_chat_model", "is_function_calling_model"):
         if options.pop(flag, True) is not True:
@@ -100,7 +100,8 @@ def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, An
     given = {"tokenizer": tokenizer, **{name: _plain(name, value) for name, value in options.items()}}
     if not isinstance(model, (str, os.PathLike)):
         given["model"] = model
-    objects = tuple(sorted(name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))))
+    private = {"token"} if options.get("token") else set()
+    objects = tuple(sorted(private | {name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))}))
     return SavedArgs({name: value for name, value in given.items() if name not in objects and name != "tokenizer"}, objects)
 
 
