@@ -22,8 +22,14 @@ BLOCK_ROWS = 1024  # of a weight quantized at a time
 _LEAST = 2.0**-100  # of a scale: a row of zeros has one, too
 
 
-def check() -> None:
-    """ConfigError where int8 weights cannot be multiplied."""
+def check(weights: str, bits: int | None = None, device: str | None = None) -> None:
+    """ConfigError for weights that cannot be quantized here."""
+    if weights != "int8":
+        raise ConfigError(f"weights={weights!r}: must be 'int8', or None for the checkpoint's own")
+    if bits:
+        raise ConfigError(f"weights={weights!r} and load_in_{bits}bit=True: choose one")
+    if device not in (None, "cpu"):
+        raise ConfigError(f"weights={weights!r} with device={device!r}: its kernels run on a CPU; use load_in_8bit there")
     if jit.compiler() is None:
         raise ConfigError("weights='int8': its products are compiled, which does not work here; pip install 'agentcache-llm[cpu]'")
 

@@ -30,11 +30,11 @@ from .wrapped_weights import is_quantized
 
 # To load, of this process's threads: transformers patches its classes meanwhile, and two at once leave weights unread
 _TURNS: dict[int, threading.Lock] = {}
-WAY = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
-
-DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
 # of files that are missing, damaged or of another kind
-UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, StrictDataclassError, *DAMAGED)
+UNREADABLE = (
+    *(OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, StrictDataclassError),
+    *(SafetensorError, UnpicklingError, EOFError),
+)
 
 
 class Loading(TypedDict, total=False):
@@ -72,7 +72,9 @@ def load(
         raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
     bits = 4 if load_in_4bit else 8 if load_in_8bit else None
     if weights is not None:
-        _check_weights(weights, bits, device)
+        from .int8 import check
+
+        check(weights, bits, device)
     if tokenizer is not None and not callable(tokenizer):
         raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
@@ -129,25 +131,11 @@ def quantize(model: Any) -> None:
     """Make the weights of a causal model's layers and head int8, in place, but for those that latent attention takes apart (latents.py)."""
     from . import int8
 
-    int8.check()
     if is_quantized(model):
         raise ConfigError(f"weights='int8' with {type(model).__name__!r}, whose weights are quantised already: leave it out")
     layers = list(layers_of(decoder_of(model)).modules())
     parted = {module.kv_b_proj for module in layers if hasattr(module, "expand_kv")}
     int8.quantize((*(layer for layer in layers if layer not in parted), model.get_output_embeddings()))
-
-
-def _check_weights(weights: Any, bits: int | None, device: str | None) -> None:
-    """ConfigError for weights that cannot be quantized by us here."""
-    if weights != "int8":
-        raise ConfigError(f"weights={weights!r}: must be 'int8', or None for the checkpoint's own")
-    if bits:
-        raise ConfigError(f"weights={weights!r} and load_in_{bits}bit=True: choose one")
-    if device not in (None, "cpu"):
-        raise ConfigError(f"weights={weights!r} with device={device!r}: its kernels run on a CPU; use load_in_8bit there")
-    from .int8 import check
-
-    check()
 
 
 def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
@@ -207,8 +195,9 @@ def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revi
     """Refuse what would fail later with words about something else."""
     folder = Path(str(model))
     if not folder.is_dir() and (folder.is_absolute() or str(model).startswith(".")):
-        what = "is no folder" if folder.exists() else "does not exist"
-        raise ModelLoadError(f"model {str(model)!r} cannot be loaded: {what}. {WAY}")
+        from .unreadable import refused
+
+        raise refused(str(model), "is no folder" if folder.exists() else "does not exist")
     if (folder / "adapter_config.json").exists():  # without PEFT transformers passes it over
         from .. import extras
 

@@ -6,10 +6,14 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 
+from safetensors import SafetensorError
+
+from .. import embedded
 from ..errors import ModelLoadError
-from .loading import DAMAGED, WAY
 
+DAMAGED = (SafetensorError, UnpicklingError, EOFError)  # a file that was not downloaded whole, or a pointer of Git LFS in its place
 MARK = "\nModel type should be one of"  # transformers goes on with the names of all its classes
 
 
@@ -18,7 +22,13 @@ def refusal(model: str, error: BaseException) -> ModelLoadError:
     folder = Path(model)
     bare = folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     why = "it holds no config.json, as save_pretrained writes it" if bare else said(error)
-    return ModelLoadError(f"model {model!r} cannot be loaded: {why}. {WAY}")
+    return refused(model, why)
+
+
+def refused(model: str, why: str) -> ModelLoadError:
+    """The same, for a reason that is known."""
+    way = f"Pass a folder, a Hugging Face id of a causal model, or {embedded.NAME!r}"
+    return ModelLoadError(f"model {model!r} cannot be loaded: {why}. {way}")
 
 
 def said(error: BaseException) -> str:
