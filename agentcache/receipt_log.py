@@ -43,7 +43,7 @@ class ReceiptLog:
     """One engine's chain. Thread safe; a line is in the system's hands when `append` returns."""
 
     def __init__(self, folder: str | os.PathLike[str], file_bytes: int = FILE_BYTES) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().absolute()  # files come with requests, wherever the process is by then
         self._file_bytes = file_bytes
         try:
             self._key = _key(self.folder, create=True)

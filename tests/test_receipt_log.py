@@ -151,6 +151,16 @@ def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
     assert verify(tmp_path) == (2, []), "what was cut is taken back, and the chain goes on"
 
 
+def test_receipts_stay_in_their_folder_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = ReceiptLog("r")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert log.append(Receipt(id="0"), as_ids([1]), "f", 0.0) == ""
+    log.close()
+    assert verify(tmp_path / "r") == (1, [])
+
+
 def test_a_deleted_file_takes_no_more_receipts(tmp_path: Path) -> None:
     log = ReceiptLog(tmp_path / "r")
     assert log.append(Receipt(id="0"), as_ids([1]), "f", 0.0) == ""
