@@ -197,9 +197,8 @@ class Engine(ProcessOwned, Documents):
         if accepted == "approximate":
             running.ranges = self.approximate.begin(running, reuse)
         self.store.forget_late(namespace, received, self._forget_texts)
-        if self._policy is not None:
-            self._policy.begin(running, adapter, self.release)
-        self.scheduler.submit(running)
+        begin = partial(self._policy.begin, running, adapter, self.release) if self._policy is not None else None
+        self.scheduler.submit(running, begin)
         return Stream(running, finish)
 
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:

@@ -147,7 +147,8 @@ class Policy:
         check_name("namespace", namespace)
         rule = self.rule(namespace, adapter)
         with self._lock:
-            count = sum(one.asked.namespace == namespace and not one.events.cancelled for one in self._running)
+            self._running = {one for one in self._running if not one.events.cancelled}
+            count = sum(one.asked.namespace == namespace for one in self._running)
         if rule.requests is not None and count >= rule.requests:
             raise PolicyError(f"{rule.name!r}: {namespace!r} has {rule.requests} requests running: wait for one to end")
 

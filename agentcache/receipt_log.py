@@ -43,7 +43,7 @@ class ReceiptLog:
     """One engine's chain. Thread safe; a line is in the system's hands when `append` returns."""
 
     def __init__(self, folder: str | os.PathLike[str], file_bytes: int = FILE_BYTES) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().absolute()  # files come with requests, wherever the process is by then
         self._file_bytes = file_bytes
         try:
             self._key = _key(self.folder, create=True)
@@ -86,10 +86,12 @@ class ReceiptLog:
     def close(self) -> None:
         """End the chain. Closing twice is fine."""
         with self._lock:
-            if not self._closed and self._lines:
+            if not self._closed and self._file >= 0:
                 with suppress(OSError):  # the disk is full: `verify` says that the chain is not closed
-                    self._write({"closed": True})
-                os.close(self._file)
+                    if self._lines:
+                        self._write({"closed": True})
+                with suppress(OSError):  # a network's disk may tell only now
+                    os.close(self._file)
             self._closed = True
 
     def _digest(self, ids: Ids) -> str:
@@ -98,9 +100,10 @@ class ReceiptLog:
     def _write(self, line: dict[str, Any]) -> None:
         if self._room <= 0 or not os.fstat(self._file).st_nlink:  # a file that was deleted takes lines that nobody can read
             fd = os.open(self.folder / f"{self._name}.{self._files + 1:06}.jsonl", NEW | os.O_APPEND, 0o600)
-            if self._file >= 0:  # not before: where there is no next file, its number would be that of another thread's file
-                os.close(self._file)
-            self._file, self._files, self._room = fd, self._files + 1, self._file_bytes
+            spent, self._file, self._files, self._room = self._file, fd, self._files + 1, self._file_bytes
+            with suppress(OSError):  # a network's disk may tell only now that it is full
+                if spent >= 0:  # not before: where there is no next file, its number would be that of another thread's file
+                    os.close(spent)
         body = json.dumps({"n": self._lines + 1} | line, separators=(",", ":")).encode()
         chain = _link(self._key, self._chain, body)
         whole = body[:-1] + b',"chain":"%b"}\n' % chain.hex().encode()

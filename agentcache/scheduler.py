@@ -28,6 +28,8 @@ from .store.store import Store
 from .types import FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .counters import Counters, Stats
     from .hit_audit import HitAudit
     from .read_ahead import ReadAhead
@@ -137,13 +139,19 @@ class Scheduler:
         if (here := threading.current_thread()) is self._thread:
             raise ConfigError(f"on_logits asked its own engine, on {here.name!r}: it would wait for itself; ask where the stream is read")
 
-    def submit(self, request: Running) -> None:
-        """Hand a request to the device thread."""
-        release_team()  # while its caller waits
-        with self._gate:
-            if self._closed.is_set():
-                raise EngineClosedError("the engine is closed: create a new one")
-            self._inbox.put(request)
+    def submit(self, request: Running, begin: Callable[[], None] | None = None) -> None:
+        """Hand a request to the device thread. begin: called before, counts it, and raises where it may not run."""
+        try:
+            if begin is not None:
+                begin()
+            release_team()  # while its caller waits
+            with self._gate:
+                if self._closed.is_set():
+                    raise EngineClosedError("the engine is closed: create a new one")
+                self._inbox.put(request)
+        except BaseException:  # an interrupt: nobody reads the answer
+            request.events.cancel()
+            raise
 
     def close(self) -> None:
         """Stop after the running round; requests still there end with EngineClosedError. On the device's thread it only asks."""

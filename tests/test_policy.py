@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import Engine, Reason, StoreOptions
+from agentcache import Engine, Reason, StoreOptions, scheduler
 from agentcache.errors import ConfigError, PolicyError
 from agentcache.policy import Policy
 from tests.approximate.repeated_text import FIRST, GREEDY, OTHER, calibration, tiny_model
@@ -102,6 +102,19 @@ def test_a_request_that_is_left_counts_no_longer(ruled: Opened) -> None:
         finally:
             forward.set()
         assert second.completion.ids
+
+
+def test_an_interrupted_request_leaves_its_place(ruled: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with ruled("[[rule]]\nrequests = 1") as running:
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler, "release_team", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                running.stream("Fog.")
+        assert running.generate("Fog.", sampling=decode(1)).ids
 
 
 @pytest.mark.parametrize(("bound", "said"), [("pages = 1", "may pin 1 pages: 1 are pinned"), ("bytes = 50000", "may pin 50000 bytes")])

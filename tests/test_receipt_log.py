@@ -151,6 +151,44 @@ def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
     assert verify(tmp_path) == (2, []), "what was cut is taken back, and the chain goes on"
 
 
+def test_a_disk_that_refuses_the_end_stops_no_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failed = os.close, list[int]()
+
+    def refuse(fd: int) -> None:  # as a network's disk does that has no room
+        real(fd)
+        failed.append(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    log = ReceiptLog(tmp_path, file_bytes=1)
+    monkeypatch.setattr(os, "close", refuse)
+    assert [log.append(Receipt(id=str(number)), as_ids([1]), "f", 0.0) for number in range(3)] == ["", "", ""]
+    log.close()
+    monkeypatch.undo()
+    assert len(failed) >= 4
+    assert verify(tmp_path) == (3, [])
+
+
+def test_a_log_without_a_line_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, opened, real = ReceiptLog(tmp_path), list[int](), os.open
+    monkeypatch.setattr(os, "open", lambda *given, **more: opened.append(real(*given, **more)) or opened[-1])
+    monkeypatch.setattr(os, "write", lambda fd, content: 0)
+    assert "its receipt is not in" in log.append(Receipt(id="0"), as_ids([1]), "f", 0.0)
+    monkeypatch.undo()
+    log.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[-1])
+
+
+def test_receipts_stay_in_their_folder_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = ReceiptLog("r")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert log.append(Receipt(id="0"), as_ids([1]), "f", 0.0) == ""
+    log.close()
+    assert verify(tmp_path / "r") == (1, [])
+
+
 def test_a_deleted_file_takes_no_more_receipts(tmp_path: Path) -> None:
     log = ReceiptLog(tmp_path / "r")
     assert log.append(Receipt(id="0"), as_ids([1]), "f", 0.0) == ""

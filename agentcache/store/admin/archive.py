@@ -85,9 +85,10 @@ def _stored(index: Index, group: ToolGroup) -> list[Row]:
     found = pages_of(index, group)
     rows = [row for row in found if row is not None]
     if len(rows) < len(found):
-        raise StoreError(
-            f"tool group {group.name!r}: {len(found) - len(rows)} of {len(found)} pages are not stored any more: warm it again"
-        )
+        session = group.name.startswith(SESSION)
+        what, cure = ("session", "ask it again") if session else ("tool group", "warm it again")
+        said = f"{what} {group.name.removeprefix(SESSION)!r}: {len(found) - len(rows)} of {len(found)} pages"
+        raise StoreError(f"{said} are not stored any more: {cure}")
     return rows
 
 

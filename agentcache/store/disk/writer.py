@@ -218,6 +218,7 @@ class Writer:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Flush, then end the thread. An interrupt ends the waiting, and the writing."""
+        self._paused_until = 0.0  # the last chance of what a disk error put off
         try:
             self.flush(timeout_s)
             with self._changed:

@@ -219,6 +219,13 @@ def test_a_group_with_a_missing_page_is_not_exported(index: Index, tmp_path: Pat
         export_group(index.folder, index, index.groups()[0], tmp_path / "file")
 
 
+def test_a_session_with_a_missing_page_is_called_a_session(index: Index, tmp_path: Path) -> None:
+    group = replace(index.groups()[0], name="session:alice")
+    index.remove([list(index.rows())[1].id], force=True)
+    with pytest.raises(StoreError, match="^session 'alice': 1 of 3 pages are not stored any more: ask it again"):
+        export_group(index.folder, index, group, tmp_path / "file")
+
+
 def test_a_damaged_page_is_not_exported(index: Index, tmp_path: Path) -> None:
     edit_file(blob_path(index.folder, list(index.rows())[1]), lambda content: content.__setitem__(9000, content[9000] ^ 1))
     with pytest.raises(BlobError, match="was changed"):

@@ -11,6 +11,8 @@ import pytest
 
 from agentcache.errors import StoreBusyError, StoreError, StoreFullError
 from agentcache.store.disk import blob_io, writer
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.entry import Entry
 from agentcache.store.keys import Scope, as_ids
 from agentcache.store.store import Store
@@ -180,6 +182,18 @@ def test_a_manifest_is_written_once_the_disk_takes_it(store: Store, monkeypatch:
     assert not store.flush()
     assert store.flush()
     assert {group.name for group in index.groups()} == {"first", "second"}
+
+
+def test_what_a_disk_refused_is_tried_again_at_the_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    options, index = store.disk.options, store.disk.index
+    monkeypatch.setattr(index, "put_group", failing_first(index.put_group, StoreFullError("no")))
+    store.record(manifest_of(IDS, "first", SCOPE))
+    assert not store.flush()
+    store.record(manifest_of(IDS, "second", SCOPE))
+    store.close()  # within the pause that follows an error
+    with Index(Folder.open(options.folder)) as later:
+        assert {group.name for group in later.groups()} == {"first", "second"}
 
 
 def test_a_manifest_that_had_to_wait_replaces_no_later_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
