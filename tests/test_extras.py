@@ -25,7 +25,7 @@ def asked_for() -> list[tuple[str, str, str]]:
 
 def test_releases_are_those_of_the_distribution() -> None:
     listed = read_toml(ROOT / "pyproject.toml", "pyproject.toml")[0]["project"]["optional-dependencies"]
-    assert [name for name, *_ in asked_for()] == ["datasketch", "fastapi", "llguidance", "peft"]
+    assert sorted({name for name, *_ in asked_for()}) == ["datasketch", "fastapi", "llguidance", "peft"]
     for name, oldest, extra in asked_for():
         assert f"{name}>={oldest}" in listed[extra]
 

@@ -73,7 +73,7 @@ def test_an_answered_request_waits_for_no_collection_of_garbage(monkeypatch: pyt
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
         submit, asked = running.scheduler.submit, list[int]()
-        monkeypatch.setattr(running.scheduler, "submit", lambda one: (asked.append(id(one)), submit(one)))
+        monkeypatch.setattr(running.scheduler, "submit", lambda one, begin: (asked.append(id(one)), submit(one, begin)))
         gc.collect()
         gc.disable()
         try:

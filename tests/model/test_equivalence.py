@@ -90,7 +90,9 @@ def test_unwanted_rows_end_below_the_last_layers_mlp(monkeypatch: pytest.MonkeyP
     rows: list[int] = []
     kept, down = steps.linears, model.model.model.layers[-1].mlp.down_proj.weight
     monkeypatch.setattr(
-        steps, "linears", lambda kernel, x, pairs: rows.append(len(x) * any(w is down for w, _ in pairs)) or kept(kernel, x, pairs)
+        steps,
+        "linears",
+        lambda kernel, x, pairs, **more: rows.append(len(x) * any(w is down for w, _ in pairs)) or kept(kernel, x, pairs, **more),
     )
     run = Run(model, tokens(300))
     run.sequence.reserve(200)

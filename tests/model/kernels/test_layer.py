@@ -34,7 +34,9 @@ def qwen3(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
 def made(model: Any, rows: int, agrees: layer.Check | None = None, pairs: bool = False) -> layer.Programs | None:
     kernel: Any = "onednn" if pairs or model.dtype == torch.float32 else "upcast"
     with torch.inference_mode():
-        return layer.programs(model, rows, pairs, agrees or partial(steps._agrees, batch=Batch([], 0, SimpleNamespace(kernel=kernel))))
+        return layer.programs(
+            model, rows, pairs, agrees or partial(steps._agrees, batch=Batch([], 0, SimpleNamespace(kernel=kernel, even=1)))
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
