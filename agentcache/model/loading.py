@@ -131,6 +131,7 @@ def quantize(model: Any) -> None:
     """Make the weights of a causal model's layers and head int8, in place, but for those that latent attention takes apart (latents.py)."""
     from . import int8
 
+    int8.check("int8")
     if is_quantized(model):
         raise ConfigError(f"weights='int8' with {type(model).__name__!r}, whose weights are quantised already: leave it out")
     layers = list(layers_of(decoder_of(model)).modules())
