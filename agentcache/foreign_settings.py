@@ -48,7 +48,9 @@ _NEUTRAL = {
     **dict.fromkeys(("client_kwargs", "async_client_kwargs", "sync_client_kwargs"), {}),
 }
 _NEEDLESS = {"pad_token_id", "use_cache", "low_cpu_mem_usage", "use_safetensors", "stream_usage", "stream_options"}  # whatever they say
-_PRIVATE = re.compile("key$|token$|tokenizer_kwargs|header|client", re.IGNORECASE)  # names of settings whose texts are in no message
+_PRIVATE = re.compile(
+    "key$|token$|tokenizer_kwargs|header|client|auth|password|credential|secret|body|options", re.IGNORECASE
+)  # names of settings whose texts are in no message
 # What transformers' do_sample=True means where these are not given.
 DO_SAMPLE = {"temperature": 1.0, "top_k": 50}
 
@@ -66,12 +68,12 @@ def device_of(place: Any) -> str | None:
 def changes_nothing(name: str, value: Any) -> bool:
     """Tell whether an answer is the same with this setting and without."""
     neutral = _NEUTRAL.get(name)
-    return name in _NEEDLESS or (neutral is not None and bool(value == neutral))
+    return name in _NEEDLESS or (neutral is not None and isinstance(value, (int, float, str, Mapping)) and value == neutral)
 
 
 def shown(name: str, value: Any) -> str:
     """A setting as messages show it: without keys, tokens and headers."""
-    return f"{name}=..." if _PRIVATE.search(name) and isinstance(value, (str, Mapping, tuple)) else f"{name}={value!r:.100}"
+    return f"{name}=..." if _PRIVATE.search(name) and not isinstance(value, (int, float, type(None))) else f"{name}={value!r:.100}"
 
 
 def did_you_mean(names: Collection[str], known: Collection[str]) -> str:

@@ -40,6 +40,7 @@ def test_what_changes_no_answer() -> None:
 
 def test_keys_and_headers_are_not_shown() -> None:
     private = {"api_key": "sk-1", "use_auth_token": "hf_1", "default_headers": {"Authorization": "x"}, "token": ("hf_1", "hf_2")}
+    private |= {"default_headers": [("Authorization", "x")], "extra_body": {"api_key": "x"}, "openai_api_password": "x"}
     assert [foreign_settings.shown(name, value) for name, value in private.items()] == [f"{name}=..." for name in private]
     assert foreign_settings.shown("max_tokens", "5") == "max_tokens='5'"
     assert foreign_settings.shown("tokenizer_name", "x") == "tokenizer_name='x'"

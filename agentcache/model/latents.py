@@ -19,7 +19,7 @@ from torch import nn
 from .adapters import products
 from .attention import Batch
 from .attention_interface import running
-from .numerics import PADDED_ROWS, choose_kernel, pattern, safe_multiple
+from .numerics import MAX_ROWS, choose_kernel, pattern, safe_multiple
 from .wrapped_weights import is_wrapper
 
 
@@ -158,5 +158,5 @@ def _multiple(shape: tuple[int, int, int, int], side: int, dtype: torch.dtype) -
 def _probed(shape: tuple[int, int, int, int], side: int, dtype: torch.dtype, threads: int) -> int:
     heads, nope, width, rank = shape
     weight, ins = pattern(heads * (nope + width), rank, dtype, torch.device("cpu"), 3), rank if side else nope
-    part, x = _part(weight, shape, side), pattern(heads * PADDED_ROWS, ins, dtype, torch.device("cpu"), 5)
-    return safe_multiple(lambda x: torch.bmm(x, part), x.view(heads, PADDED_ROWS, ins))
+    part, x = _part(weight, shape, side), pattern(heads * MAX_ROWS, ins, dtype, torch.device("cpu"), 5)
+    return safe_multiple(lambda x: torch.bmm(x, part), x.view(heads, MAX_ROWS, ins))

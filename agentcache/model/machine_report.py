@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
             "kernel": found.kernel,
             **kernel_times(dtype),
             "attention": "compiled" if found.compiled else "batched products",
-            "linear rows padded to": found.rows,
+            "linear rows padded to": found.even or "not padded, each by itself",
             "attention rows padded to": found.query_rows,
             "numerics": found.digest,
             "probe_ms": round(found.probe_ms, 1),

@@ -20,18 +20,14 @@ from .kernels import choice, dispatch, jit
 from .kernels.dispatch import Kernel, linear
 from .kernels.linear_library import UPCAST_BLOCK, product_of_library
 
-# never 1: a single row takes another code path in every library tried; 6: oneDNN on aarch64, older ones on AVX2
-_CANDIDATES = (2, 4, 6, 8, 16, 32)
+_CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others are padded whatever is found
 LEAST_WEIGHT = 2.0**-125  # of a key in attention: what would be less is 0
 TILE = 128  # positions that attention of the library's products computes at a time, and to a multiple of which it takes keys
-COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
+COLUMNS = 1024  # of a probed weight: enough to be cut between threads and into blocks as larger ones are
 _PRIME = 65521  # below 2^16
-MAX_ROWS = 512  # of a forward, before they are padded
-PADDED_ROWS = 516  # to a multiple of 6: larger products are never made, so purity is never needed beyond
-_TRIED = (*_EVEN, MAX_ROWS, PADDED_ROWS)
-_COMMON = 480  # rows of the product that these are compared with, a multiple of all candidates
+MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class Numerics:
     """Kernels and paddings of this machine, as the probe found them. Equal digests on equal weights mean equal bits.
 
     rows, query_rows: multiples to which rows of forwards and of attention are padded. even: the same of the library's products; 0: it takes
-    each row by itself, as no multiple is safe, and most products are compiled. widen: whether 16-bit attention is computed in fp32.
+    each row by itself, as its bits depend on others, and most products are compiled. widen: whether 16-bit attention is computed in fp32.
     compiled: whether attention is compiled (paged_attention.py). pure: whether row purity holds with these paddings.
     """
 
@@ -74,12 +70,12 @@ def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
 
 
 def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:
-    """Row counts at which rows differ from those of the full product, as far as it has them. run(start, stop) -> rows [start, stop)."""
+    """Row counts at which rows differ from those of the full product. run(start, stop) -> rows [start, stop)."""
     top = full.shape[-2]
     bad = set()
     for rows in tried:
-        start = max(0, min(37, top - rows))
-        if not torch.equal(run(start, start + rows)[..., :top, :], full[..., start : start + rows, :]):
+        start = min(37, top - rows)
+        if not torch.equal(run(start, start + rows), full[..., start : start + rows, :]):
             bad.add(rows)
     return bad
 
@@ -92,18 +88,14 @@ def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
 
 
 def safe_multiple(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
-    """To which multiple rows of x [..., PADDED_ROWS, ins] are padded for `run`; 0 if no padding makes them independent."""
-
-    def part(start: int, stop: int) -> torch.Tensor:
-        return run(x[..., start:stop, :].contiguous())
-
-    return _safe_multiple(_impure(part, part(0, _COMMON), _TRIED), _TRIED) or 0
+    """To which multiple rows of x [..., rows, ins] are padded for `run`; 0 if no padding makes them independent."""
+    return _safe_multiple(_impure(lambda start, stop: run(x[..., start:stop, :].contiguous()), run(x), _EVEN), _EVEN) or 0
 
 
 @functools.cache
 def safe_rows(outs: int, ins: int, threads: int) -> int:
     """The same for the library's fp32 products with weights [outs, ins]."""
-    weight, x = (pattern(rows, ins, torch.float32, torch.device("cpu"), salt) for salt, rows in enumerate((outs, PADDED_ROWS)))
+    weight, x = (pattern(rows, ins, torch.float32, torch.device("cpu"), salt) for salt, rows in enumerate((outs, MAX_ROWS)))
     return safe_multiple(lambda x: product_of_library(x, weight, None), x)
 
 
@@ -120,11 +112,10 @@ def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, d
     impure: set[int] = set()
     for salt, width in enumerate(widths):
         weight = pattern(COLUMNS, width, dtype, device, salt)
-        top, tried = (_COMMON, _TRIED) if salt == 0 else (_ROWS[-1], _EVEN)
-        x = pattern(max(tried), width, dtype, device, salt + 1)
-        full = _probed_product(kernel, x[:top], weight)
-        impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, tried)
-        for found in (full, linear(kernel, x[:top], weight)):
+        x = pattern(MAX_ROWS if salt == 0 else _ROWS[-1], width, dtype, device, salt + 1)
+        full = _probed_product(kernel, x, weight)
+        impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _EVEN)
+        for found in (full, linear(kernel, x, weight)):
             seen.update(found[:32].float().cpu().numpy().tobytes())
     return impure
 
@@ -191,12 +182,13 @@ def _probe(
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
+        alone = rows != _CANDIDATES[0] and dispatch.compiled(kernel, torch.empty(COLUMNS, COLUMNS, dtype=dtype), dtype) is not None
+        seen.update(b"alone" if alone else b"")
         if compiled:
             query_rows = None if _probe_compiled(min(heads, 4), head_dims, dtype, seen) else 1
         else:
             wide = torch.float32 if widen else dtype
             query_rows = _safe_multiple(_probe_attention(min(heads, 4), max(head_dims), wide, device, seen), _EVEN)
-    alone = rows is None and dispatch.compiled(kernel, torch.empty(COLUMNS, COLUMNS, dtype=dtype), dtype) is not None
     return Numerics(
         kernel=kernel,
         widen=widen,

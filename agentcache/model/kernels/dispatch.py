@@ -113,8 +113,8 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
     chosen, rows = ways[0], x.shape[-2] if x.ndim > 1 else 0
     if (chosen is None or not chosen.alone) and rows and (not even or rows % even) and type(projections[0][0]) in PLAIN:
         if not even:  # a copy of a row: where it lies may decide its bits
-            one = [linears(kernel, row.clone(), projections, head) for row in x.split(1, -2)]
-            return [torch.cat(parts, -2) for parts in zip(*one, strict=True)]
+            one = [linears(kernel, row.clone(), projections, head) for row in x.reshape(-1, x.shape[-1]).split(1)]
+            return [torch.cat(parts).view(*x.shape[:-1], -1) for parts in zip(*one, strict=True)]
         padded = functional.pad(x, (0, 0, 0, -rows % even))
         return [part[..., :rows, :] for part in linears(kernel, padded, projections, head)]
     if chosen is None:

@@ -68,7 +68,7 @@ def said(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request, or of all, in this package's words."""
     out: dict[str, Any] = {}
     for name, value in given.items():
-        if value is not None and foreign_settings.changes_nothing(name, value):
+        if foreign_settings.changes_nothing(name, value):
             continue
         if name in INSTEAD and (value not in _UNSET or (name in SAID_BY_FALSE and value is False)):
             raise ConfigError(f"{foreign_settings.shown(name, value)} is no setting here. Instead of it: {INSTEAD[name]}")
