@@ -1,4 +1,4 @@
-"""Why files of a model cannot be loaded, in words. Loaded once they cannot; reads no weights itself."""
+"""Errors of files that hold no model to load, in words. Imported once loading has failed; reads no weights itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refused(model: str, why: str) -> ModelLoadError:
 
 
 def said(error: BaseException) -> str:
-    """What an error of loading says, and the file that it is about."""
+    """The words of an error of loading, and the file that it is about."""
     if isinstance(error, DAMAGED):
         return "a file of its weights is damaged: download it again"
     if isinstance(error, json.JSONDecodeError):
@@ -48,7 +48,7 @@ def said(error: BaseException) -> str:
 
 
 def lost(names: Sequence[str], kind: str) -> str:
-    """Which weights of a class its files do not hold. names: theirs, in order."""
+    """The weights of a class that its files do not hold, in words. names: theirs, in order."""
     some = f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
     way = "; name its base as the model, and this folder in adapters={NAME: FOLDER}" if ".lora_" in names[0] else ""
     return f"its files hold no {some}: of a {kind!r} that would be random numbers{way}"
