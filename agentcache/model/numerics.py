@@ -7,6 +7,7 @@ differs by processor, type and threads.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others ar
 LEAST_WEIGHT = 2.0**-125  # of a key in attention: what would be less is 0
 TILE = 128  # positions that attention of the library's products computes at a time, and to a multiple of which it takes keys
 COLUMNS = 1024  # of a probed weight: enough to be cut between threads and into blocks as larger ones are
+FEW_COLUMNS = 60  # of another: too few for all threads, so that a library may cut its sums between them; no compiled kernel takes it
 _PRIME = 65521  # below 2^16
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
@@ -110,8 +112,8 @@ def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> to
 
 def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:
     impure: set[int] = set()
-    for salt, width in enumerate(widths):
-        weight = pattern(COLUMNS, width, dtype, device, salt)
+    for salt, (columns, width) in enumerate(itertools.product((COLUMNS, FEW_COLUMNS), widths)):
+        weight = pattern(columns, width, dtype, device, salt)
         x = pattern(MAX_ROWS if salt == 0 else _ROWS[-1], width, dtype, device, salt + 1)
         full = _probed_product(kernel, x, weight)
         impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _EVEN)
@@ -181,22 +183,23 @@ def _probe(
     seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT} {TILE} transposed".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
-        rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
-        alone = rows != _CANDIDATES[0] and dispatch.compiled(kernel, torch.empty(COLUMNS, COLUMNS, dtype=dtype), dtype) is not None
+        even = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
+        alone = even != _CANDIDATES[0] and dispatch.compiled(kernel, torch.empty(COLUMNS, COLUMNS, dtype=dtype), dtype) is not None
         seen.update(b"alone" if alone else b"")
         if compiled:
             query_rows = None if _probe_compiled(min(heads, 4), head_dims, dtype, seen) else 1
         else:
             wide = torch.float32 if widen else dtype
             query_rows = _safe_multiple(_probe_attention(min(heads, 4), max(head_dims), wide, device, seen), _EVEN)
+    rows = (_CANDIDATES[0] if alone else even or 8) if device.type == "cpu" else 1  # one row takes kernels made for one
     return Numerics(
         kernel=kernel,
         widen=widen,
         compiled=compiled,
-        rows=(rows or 8) if device.type == "cpu" else 1,  # where no bits are promised, one row takes kernels made for one
-        even=0 if alone else rows or 8 if device.type == "cpu" else 1,
+        rows=rows,
+        even=0 if alone else rows,
         query_rows=query_rows or 8,
-        pure=device.type == "cpu" and (alone or rows is not None) and query_rows is not None,
+        pure=device.type == "cpu" and (alone or even is not None) and query_rows is not None,
         digest=seen.hexdigest(16),
         threads=threads,
         probe_ms=(time.perf_counter() - began) * 1e3,
@@ -208,6 +211,6 @@ def probe(
 ) -> Numerics:
     """Find kernel, safe paddings and digest for linear layers of these input widths and heads with keys and values of these widths.
 
-    plain: `Attention.plain` of all layers; others are computed in fp32 by the library. Takes up to 200 ms, once per threads and shapes.
+    plain: `Attention.plain` of all layers; others are computed in fp32 by the library. Takes up to 400 ms, once per threads and shapes.
     """
     return _probe(dtype, device, tuple(sorted(set(widths))), heads, tuple(sorted(set(head_dims))), plain, torch.get_num_threads())
