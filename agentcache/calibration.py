@@ -36,18 +36,18 @@ class Calibration:
     fingerprint: str  # of the weights, and after "+" the digest of the adapter that answers
     layers: int  # of the model
     steps: tuple[tuple[int, int], ...]  # (distance, layer), both ascending, up to `layers`
-    least: int  # tokens of the shortest run that is attached
+    min_tokens: int  # tokens of the shortest run that is attached
     kl: float  # mean KL allowed, nats per token
     tail: int = 0  # tokens of the last turn and after it that are never attached, at most
     share: float = 0.0  # of whole tokens, computed again
-    choice: str = "deviation"  # which these are: those whose values differ most in layer 1, or "question": those it attends to most
+    share_by: str = "deviation"  # which these are: those whose values differ most in layer 1, or "question": those it attends to most
     probe: float = 0.0  # largest relative difference of the halo's last keys, stored and computed, in the middle layer; 0: no probe
     margin: float = 0.0  # a greedy choice that is ahead by fewer nats is made with everything computed; 0: none is
     top1: float = 0.0  # share of equal first choices asked for
     watch_one_in: int = 32  # of so many requests served with segments one is computed again in idle time
     model: str = ""  # its name
     precision: Precision = "exact"  # the fewest bits of stored pages that a segment may come from
-    lent: str = ""  # fingerprint of whose pages they are; empty: those that its own requests keep
+    source: str = ""  # fingerprint of whose pages they are; empty: those that its own requests keep
     tau: float = 0.8  # least similarity of proposals from disk, of an engine's own calibration; it moves no answer
     measured: Mapping[str, Any] = field(default_factory=dict)  # figures of the search
 
@@ -61,16 +61,16 @@ class Calibration:
             refuse("steps", f"pairs of distance and layer, both ascending, up to layer {self.layers!r}")
         if self.steps[0][1] < 1:
             refuse("steps", "above layer 0: what is taken nowhere is no segment")
-        if self.least <= self.steps[-1][0]:
-            refuse("least", f"more than the distance {self.steps[-1][0]!r} after which tokens are taken whole")
+        if self.min_tokens <= self.steps[-1][0]:
+            refuse("min_tokens", f"more than the distance {self.steps[-1][0]!r} after which tokens are taken whole")
         for name in ("kl", "share", "probe", "margin", "top1", "tau"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 refuse(name, "a finite number of at least 0")
         if self.probe and not self.steps[0][0]:
             refuse("probe", "0 where steps begin at distance 0: without a halo nothing is computed that could be held against what is kept")
-        if self.lent and self.lent.partition("+")[0] != self.fingerprint.partition("+")[0]:
-            refuse("lent", "a fingerprint over the same weights")
+        if self.source and self.source.partition("+")[0] != self.fingerprint.partition("+")[0]:
+            refuse("source", "a fingerprint over the same weights")
         if not 0 < self.tau < 1:
             refuse("tau", "between 0 and 1")
         for name, low in (("watch_one_in", 1), ("tail", 0)):
@@ -78,8 +78,8 @@ class Calibration:
                 refuse(name, f"a whole number of at least {low}")
         if self.share > 1 or self.top1 > 1:
             refuse("share" if self.share > 1 else "top1", "a share of at most 1")
-        if self.choice not in ("deviation", "question"):
-            refuse("choice", "'deviation' or 'question'")
+        if self.share_by not in ("deviation", "question"):
+            refuse("share_by", "'deviation' or 'question'")
         if self.precision not in PRECISIONS:
             refuse("precision", f"one of {', '.join(map(repr, PRECISIONS))}")
 
@@ -91,12 +91,12 @@ class Calibration:
     @property
     def repair(self) -> str:
         """The settings that decide how near to exact its pages are: calibrations that share this may share them."""
-        return repr((self.steps, self.least, self.tail, self.share, self.choice, self.probe, self.precision, self.lent))
+        return repr((self.steps, self.min_tokens, self.tail, self.share, self.share_by, self.probe, self.precision, self.source))
 
     @property
     def adapters(self) -> tuple[str, str]:
         """Digests of the adapter that answers and of the one whose pages are taken; "" is the base, or for pages the first one itself."""
-        return self.fingerprint.partition("+")[2], self.lent and (self.lent.partition("+")[2] or "base")
+        return self.fingerprint.partition("+")[2], self.source and (self.source.partition("+")[2] or "base")
 
     @property
     def doubt(self) -> str:
@@ -131,7 +131,7 @@ class Calibration:
             for (start, layer), (stop, _) in zip(self.steps, self.steps[1:], strict=False):
                 spared += min(left, stop - start) * layer / self.layers
                 left -= min(left, stop - start)
-            looked = segment.whole_tokens * 2 / self.layers if self.choice == "deviation" else segment.halo_tokens / 2
+            looked = segment.whole_tokens * 2 / self.layers if self.share_by == "deviation" else segment.halo_tokens / 2
             spared -= looked if self.share else 0.0
         return spared
 

@@ -76,7 +76,7 @@ def attached(engine: Engine, texts: Sequence[str], top: int, halo: int, repeats:
     known, spec = engine.model.fingerprint, engine.model.spec
     assert known is not None and spec is not None
     engine.learn(texts, messages=prompt(PASSAGES), pack_tokens=1, namespace="attach")
-    by_hand = Calibration(known.whole, spec.layers, ((halo, spec.layers),), least=2 * halo, kl=1.0, tail=16, watch_one_in=1 << 30)
+    by_hand = Calibration(known.whole, spec.layers, ((halo, spec.layers),), min_tokens=2 * halo, kl=1.0, tail=16, watch_one_in=1 << 30)
     rng, rows = random.Random(0), dict[str, list[Any]](exact=[], approximate=[])
     tree = engine.store.tree.eviction
     budget, tree.budget_bytes = tree.budget_bytes, 0  # cached pages serve; none is added

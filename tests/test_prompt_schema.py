@@ -160,7 +160,7 @@ def test_parts_after_the_first_choice_are_attached_by_consent() -> None:
     with engine(store=None) as running:
         running.learn(schema())
         assert running.fingerprint is not None
-        by_hand = Calibration(running.fingerprint.whole, layers=3, steps=((4, 3),), least=16, kl=1.0)
+        by_hand = Calibration(running.fingerprint.whole, layers=3, steps=((4, 3),), min_tokens=16, kl=1.0)
         shown = schema().render("south", {"whom": "Ann"})
         asked = [*shown.messages, Message("user", "Where?")]
         receipt = running.generate(asked, sampling=Sampling(max_tokens=2, ignore_eos=True), reuse=by_hand).receipt

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..model.adapters import Adapter
 
 
-def path_of(folder: str | os.PathLike[str], fingerprint: str, lent: str = "") -> Path:
+def path_of(folder: str | os.PathLike[str], fingerprint: str, source: str = "") -> Path:
     """Path of a calibration in a store's folder."""
-    other = f"-from-{lent.partition('+')[2] or 'base'}" if lent else ""
+    other = f"-from-{source.partition('+')[2] or 'base'}" if source else ""
     return Path(folder) / "calibrations" / f"{fingerprint}{other}.json"
 
 
@@ -91,19 +91,19 @@ class Calibrations:
         if given is not None:
             return [find(given, self.folder, fingerprint, self.model, self.dtype, name)]
         sources = ["", *lenders(weights, adapter, adapters or {})]
-        for lent in sources:
-            if (fingerprint, lent) not in self._known and (source := self._source(fingerprint, lent)) is not None:
-                found = find(source, self.folder, fingerprint, self.model, self.dtype, name)
-                self._known[fingerprint, lent] = found
+        for source in sources:
+            if (fingerprint, source) not in self._known and (place := self._place(fingerprint, source)) is not None:
+                found = find(place, self.folder, fingerprint, self.model, self.dtype, name)
+                self._known[fingerprint, source] = found
                 if doubt := found.doubt:
                     warnings.warn(doubt, ReuseWarning, stacklevel=2)
-        known = [self._known[fingerprint, lent] for lent in sources if (fingerprint, lent) in self._known]
+        known = [self._known[fingerprint, source] for source in sources if (fingerprint, source) in self._known]
         return known or [find(None, self.folder, fingerprint, self.model, self.dtype, name)]
 
-    def _source(self, fingerprint: str, lent: str) -> Given:
+    def _place(self, fingerprint: str, source: str) -> Given:
         """The place of a pair's calibration; None if there is none."""
-        if self.given is not None and not lent and "+" not in fingerprint:
+        if self.given is not None and not source and "+" not in fingerprint:
             return self.given
-        if self.folder is None or not (there := path_of(self.folder, fingerprint, lent)).is_file():
+        if self.folder is None or not (there := path_of(self.folder, fingerprint, source)).is_file():
             return None
         return there

@@ -71,13 +71,13 @@ class Run:
         return Run(start, stop, self.entries[first:last], slot - first * PAGE_TOKENS, self.pages[first:last])
 
 
-def merge_runs(better: Sequence[Run], others: Iterable[Run], since: int, stop: int, least: int) -> list[Run]:
+def merge_runs(better: Sequence[Run], others: Iterable[Run], since: int, stop: int, min_tokens: int) -> list[Run]:
     """The `better` runs, and the parts of `others` between them that have at least `least` tokens; in order, disjoint."""
     edges = [since, *(edge for run in better for edge in (run.start, run.stop)), stop]
     pieces = [
         run.cut(low, high) for run in others for low, high in zip(edges[::2], edges[1::2]) if max(low, run.start) < min(high, run.stop)
     ]
-    return sorted([*better, *(run for run in pieces if run.stop - run.start >= least)], key=lambda run: run.start)
+    return sorted([*better, *(run for run in pieces if run.stop - run.start >= min_tokens)], key=lambda run: run.start)
 
 
 def _powers(base: int, count: int) -> np.ndarray:
@@ -143,7 +143,7 @@ class NgramIndex:
         if not index:
             self._places.pop(entry.scope, None)
 
-    def find(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+    def find(self, scope: Scope, ids: Ids, since: int, min_tokens: int) -> list[Run]:
         """Runs of at least `least` tokens of ids[since:-1] that are cached anywhere in this scope; disjoint, as long as possible."""
         index = self._places.get(scope)
         if not index:
@@ -153,7 +153,7 @@ class NgramIndex:
         for place, gram in zip((at + since).tolist(), hashes.tolist(), strict=True):
             if place < reached or gram not in index:
                 continue
-            found = [run for run in self._aligned(index[gram], ids, place, reached, stop) if run.stop - run.start >= least]
+            found = [run for run in self._aligned(index[gram], ids, place, reached, stop) if run.stop - run.start >= min_tokens]
             if found:
                 best = max(found, key=lambda run: run.stop - run.start)
                 runs.append(best)
@@ -192,7 +192,7 @@ class NgramIndex:
             yield Run(at - back, at + ahead, tuple(entries), slot)
 
 
-def repeats(tree: PrefixTree, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+def repeats(tree: PrefixTree, scope: Scope, ids: Ids, since: int, min_tokens: int) -> list[Run]:
     """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory. Counts as used.
 
     The first call gives the tree its index: an engine whose callers never ask pays nothing for it.
@@ -202,13 +202,15 @@ def repeats(tree: PrefixTree, scope: Scope, ids: Ids, since: int, least: int) ->
         if not isinstance(index, NgramIndex):
             index = NgramIndex()
             tree.attach_index(index)
-        return [replace(run, pages=pages) for run in index.find(scope, ids, since, least) if (pages := tree.use(run.entries))]
+        return [replace(run, pages=pages) for run in index.find(scope, ids, since, min_tokens) if (pages := tree.use(run.entries))]
 
 
-def stored_repeats(store: Store, scope: Scope, ids: Ids, since: int, least: int, precisions: Sequence[Precision] = ("exact",)) -> list[Run]:
+def stored_repeats(
+    store: Store, scope: Scope, ids: Ids, since: int, min_tokens: int, precisions: Sequence[Precision] = ("exact",)
+) -> list[Run]:
     """The same over pages of these precisions, the most exact first, which are preferred. The scope's own plays no part."""
     found: list[Run] = []
     for precision in precisions:
-        more = repeats(store.tree, replace(scope, precision=precision), ids, since, least)
-        found = merge_runs(found, more, since, len(ids), least) if found else more
+        more = repeats(store.tree, replace(scope, precision=precision), ids, since, min_tokens)
+        found = merge_runs(found, more, since, len(ids), min_tokens) if found else more
     return found

@@ -64,7 +64,7 @@ class SegmentQuery:
     ms_per_token: float  # cost of computing, 0 if unknown
     spec: KVSpec
     since: int = 0  # windows before this token do not count
-    least: int = 32  # tokens of the shortest repeat that is read
+    min_tokens: int = 32  # tokens of the shortest repeat that is read
     most_bytes: int = MOST_BYTES  # read at most, within a quarter of the budget of pages in memory
 
 
@@ -90,7 +90,7 @@ class SegmentPrefetch:
         self._text_scope = replace(wanted.scope, precision="exact")  # texts are indexed as exact, whatever precision their pages have now
         self._wanted, self._wake, self._texts, self._tree, self._disk = wanted, wake, texts, tree, disk
         self._store = store
-        self._scope, self._ids, self._since, self._least = wanted.scope, wanted.ids, wanted.since, wanted.least
+        self._scope, self._ids, self._since, self._min_tokens = wanted.scope, wanted.ids, wanted.since, wanted.min_tokens
         self._precision: Precision = wanted.scope.precision
         self._ms_per_token = disk.cost(wanted.scope.fingerprint, wanted.ms_per_token)
         self._most_bytes = min(wanted.most_bytes, store.budget_bytes // 4)
@@ -149,7 +149,7 @@ class SegmentPrefetch:
     def _repeats(self) -> list[StoredRepeat]:
         self._texts.refresh(self._text_scope)
         precisions = tuple(dict.fromkeys(("exact", self._precision)))  # each once
-        here = stored_repeats(self._store, self._scope, self._ids, self._since, self._least, precisions)
+        here = stored_repeats(self._store, self._scope, self._ids, self._since, self._min_tokens, precisions)
         covered = [(run.start, run.stop) for run in here]
         found = []
         for window in self._wanted.windows:
@@ -192,7 +192,7 @@ class SegmentPrefetch:
             rows += tuple(row for row, _ in on)
             end += sum(run for _, run in on)
             chain = np.concatenate([row.ids for row in rows])
-        if end - start < self._least:
+        if end - start < self._min_tokens:
             return None
         known = self._tree.match(self._scope, _asked(chain), peek=True).tokens
         return StoredRepeat(start, end, rows, chain, 0 if known == len(chain) else len(rows) - known // PAGE_TOKENS, text)

@@ -189,10 +189,10 @@ class SegmentReuse:
         stored: Precision = disk.written if (disk := self._store.disk) else "exact"
         text = self._owner.text
         if self._prefetch is None and text is not None and stored in calibration.precisions:
-            known, least, scope = self.known_tokens(scope), calibration.least, replace(source_scope(scope, calibration), precision=stored)
+            known, scope = self.known_tokens(scope), replace(source_scope(scope, calibration), precision=stored)
             ids = self._attachable(calibration)
             wanted = tuple(window for window in self.windows if window.stop <= len(ids))
-            self._prefetch = prefetch(text, SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
+            self._prefetch = prefetch(text, SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, calibration.min_tokens), wake)
         if (reading := self._prefetch) is not None:
             if reading.pending():
                 return True
@@ -240,7 +240,7 @@ class SegmentReuse:
         """Runs of the prompt after its first `since` tokens that repeat cached pages of a calibration's source."""
         assert self._running.scope is not None
         ids, scope = self._attachable(calibration), source_scope(self._running.scope, calibration)
-        return stored_repeats(self._store, scope, ids, since, calibration.least, calibration.precisions)
+        return stored_repeats(self._store, scope, ids, since, calibration.min_tokens, calibration.precisions)
 
     def _attachable(self, calibration: Calibration) -> Ids:
         """The prompt up to its tail, and one token more: the last one of a lookup is always computed.
@@ -262,7 +262,7 @@ class SegmentReuse:
         held = bool(calibration.probe or (calibration.share and self._model.stepped))
         regime = running.scope.regime
         attach(self._model, running.sequence, self._steps, regime, held)
-        if calibration.choice == "question" and calibration.share and self._model.stepped:
+        if calibration.share_by == "question" and calibration.share and self._model.stepped:
             self._attended = most_attended(self._model, running.sequence, running.ids.all, self._steps, regime, calibration.share)
         running.account.record_segments(tuple(self._segments))
         self.scope = approximate_scope(running.scope, calibration)
@@ -318,7 +318,7 @@ class SegmentReuse:
     def _chosen(self, sequence: PageTable, span: Ahead, calibration: Calibration) -> list[int]:
         """Positions of a whole span that are computed again, in order."""
         running = self._running
-        if calibration.choice == "question":
+        if calibration.share_by == "question":
             return [place for place in self._attended if span.start <= place < span.stop]
         if not (count := round(calibration.share * (span.stop - span.start))):
             return []
@@ -375,7 +375,7 @@ def approximate_scope(scope: Scope, calibration: Calibration) -> Scope:
 
 def source_scope(scope: Scope, calibration: Calibration) -> Scope:
     """The scope of the pages that segments are taken from."""
-    return replace(scope, fingerprint=calibration.lent or scope.fingerprint)
+    return replace(scope, fingerprint=calibration.source or scope.fingerprint)
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ DOC = " ".join(f"entry {at} of the harbour book says {at * at % 977}." for at in
 
 
 def calibration(**given: Any) -> Calibration:
-    return Calibration(**{"fingerprint": "x", "layers": LAYERS, "steps": ((8, LAYERS),), "least": 32, "kl": 1.0, **given})
+    return Calibration(**{"fingerprint": "x", "layers": LAYERS, "steps": ((8, LAYERS),), "min_tokens": 32, "kl": 1.0, **given})
 
 
 def prompt(system: str, after: str) -> list[dict[str, str]]:

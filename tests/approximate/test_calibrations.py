@@ -43,7 +43,7 @@ def pair(running: Engine, adapter: str | None, lender: str | None, **given: Any)
     """A calibration of an adapter, or the base, that takes pages of another."""
     weights = tiny_model()[2]
     answers, lends = (weights if name is None else f"{weights}+{running.adapters[name]}" for name in (adapter, lender))
-    return calibration(fingerprint=answers, lent=lends, **given)
+    return calibration(fingerprint=answers, source=lends, **given)
 
 
 def near(running: Engine) -> list[Any]:
@@ -100,7 +100,7 @@ def test_layers_that_are_alike_come_before_a_short_repeat(tmp_path: Path) -> Non
         expected, _ = answer(running, FIRST, "upper", "off")
         answer(running, ". ".join(DOC.split(". ")[:8]), "router")
         answer(running, FIRST, None)
-        found, receipt = answer(running, FIRST, "upper", pair(running, "upper", "router", least=20))
+        found, receipt = answer(running, FIRST, "upper", pair(running, "upper", "router", min_tokens=20))
         assert (receipt.precision, receipt.shared_layers, receipt.segments) == ("exact", 3, ())
         assert same(found, expected)
         running.store.clear()
@@ -141,8 +141,8 @@ def test_calibrations_of_a_folder_are_found_by_pair(tmp_path: Path) -> None:
     with adapted(tmp_path, store=StoreOptions(tmp_path / "store", refuse_slow=False)) as running:
         for lender in ("router", None):
             known = pair(running, "judge", lender)
-            known.save(path_of(tmp_path / "store", known.fingerprint, known.lent))
-        own = replace(known, lent="", steps=((16, LAYERS),))
+            known.save(path_of(tmp_path / "store", known.fingerprint, known.source))
+        own = replace(known, source="", steps=((16, LAYERS),))
         own.save(path_of(tmp_path / "store", own.fingerprint))
         answer(running, FIRST, "router")
         for lender, asked in (("router", FIRST), ("judge", OTHER)):
@@ -156,8 +156,8 @@ def test_calibrations_of_a_folder_are_found_by_pair(tmp_path: Path) -> None:
 
 
 def test_pages_over_other_weights_are_refused() -> None:
-    with pytest.raises(CalibrationError, match=r"lent='y\+judge': must be a fingerprint over the same weights"):
-        calibration(lent="y+judge")
+    with pytest.raises(CalibrationError, match=r"source='y\+judge': must be a fingerprint over the same weights"):
+        calibration(source="y+judge")
 
 
 @pytest.mark.parametrize(("lender", "drifts"), [("router", True), ("twin", False)])

@@ -127,7 +127,7 @@ def test_who_runs_while_it_is_switched_off_keeps_nothing_near() -> None:
 
 
 def test_pages_of_another_repair_are_not_gone_on_from() -> None:
-    strict = calibration(fingerprint=tiny_model()[2], steps=((40, LAYERS),), least=64, probe=1e9)
+    strict = calibration(fingerprint=tiny_model()[2], steps=((40, LAYERS),), min_tokens=64, probe=1e9)
     with engine(steps=((0, LAYERS),)) as running:
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY).receipt.halo_tokens == 0
@@ -306,7 +306,7 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
         assert other != first
         with pytest.raises(CalibrationError, match="has no calibration"):
             running.generate(OTHER, sampling=GREEDY, reuse="approximate")
-        calibration(fingerprint=other, steps=((40, LAYERS),), least=64, tau=0.6).save(path_of(tmp_path, other))
+        calibration(fingerprint=other, steps=((40, LAYERS),), min_tokens=64, tau=0.6).save(path_of(tmp_path, other))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 40
         own = calibration(fingerprint=other, tau=0.5)

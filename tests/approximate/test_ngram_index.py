@@ -32,10 +32,10 @@ def kept_ids(run: Run) -> Ids:
     return np.concatenate([entry.ids for entry in run.entries])[run.offset : run.offset + run.stop - run.start]
 
 
-def found(tree: PrefixTree, ids: Ids, since: int = 0, least: int = 32, scope: Scope = SCOPE) -> list[Run]:
-    runs = repeats(tree, scope, ids, since, least)
+def found(tree: PrefixTree, ids: Ids, since: int = 0, min_tokens: int = 32, scope: Scope = SCOPE) -> list[Run]:
+    runs = repeats(tree, scope, ids, since, min_tokens)
     for run in runs:
-        assert since <= run.start <= run.stop - least < run.stop < len(ids)
+        assert since <= run.start <= run.stop - min_tokens < run.stop < len(ids)
         assert np.array_equal(kept_ids(run), ids[run.start : run.stop])
     assert all(one.stop <= two.start for one, two in zip(runs, runs[1:], strict=False))
     return runs
@@ -69,8 +69,8 @@ def test_short_repeats_are_left_alone() -> None:
     tree, kept = PrefixTree(1 << 30), text(1, 400)
     keep(tree, kept)
     prompt = np.concatenate([text(2, 100), kept[100:160], text(3, 100)])
-    assert len(found(tree, prompt, least=60)) == 1
-    assert found(tree, prompt, least=61) == []
+    assert len(found(tree, prompt, min_tokens=60)) == 1
+    assert found(tree, prompt, min_tokens=61) == []
 
 
 @pytest.mark.parametrize("other", [Scope("other", "weights"), Scope("default", "others"), Scope("default", "weights", "long")])

@@ -16,7 +16,7 @@ NOTES = [f"Note {number}. {long_text(40, number)}" for number in range(3)]
 def by_hand(running: Engine, share: float, choice: str = "question") -> Calibration:
     """A calibration with a halo of 4 and this share."""
     assert running.fingerprint is not None
-    return Calibration(running.fingerprint.whole, 3, ((4, 3),), least=16, kl=1.0, tail=8, share=share, choice=choice)
+    return Calibration(running.fingerprint.whole, 3, ((4, 3),), min_tokens=16, kl=1.0, tail=8, share=share, share_by=choice)
 
 
 def asked(*order: int) -> list[dict[str, str]]:
@@ -74,5 +74,5 @@ def test_long_gaps_are_packed_in_order() -> None:
 
 
 def test_another_choice_is_refused() -> None:
-    with engine(store=None) as running, pytest.raises(CalibrationError, match="choice='best': must be 'deviation' or 'question'"):
+    with engine(store=None) as running, pytest.raises(CalibrationError, match="share_by='best': must be 'deviation' or 'question'"):
         by_hand(running, 0.1, "best")

@@ -115,7 +115,7 @@ def test_consent_is_refused_where_answers_change_more(tmp_path: Path, monkeypatc
     assert shares["halo 0"] > shares["halo 4"] > shares["halo 4, share 0.4 by question"] > 0.2
     known = Calibration.load(out)
     assert known.measured["method"] == said["chosen"]
-    assert known.least == max(16, 2 * known.steps[0][0])
+    assert known.min_tokens == max(16, 2 * known.steps[0][0])
     seen[:] = [(found, {**figures, "decision": 0.5}) for found, figures in seen]
     bounds = ["--kl", "9", "--top1", "0", "--decision", "0.6"]
     refused = CliRunner().invoke(app, [*given, *bounds, "--out", str(tmp_path / "none.json")])

@@ -177,7 +177,7 @@ def test_tokens_before_since_and_the_last_are_never_part(folder: Path) -> None:
     store = opened(folder)
     prompt = np.concatenate([text(2, 32), KEPT[64:264]])
     assert brought(store, prompt, since=96).tokens == 135
-    assert brought(store, prompt, since=64, least=200).tokens == 0
+    assert brought(store, prompt, since=64, min_tokens=200).tokens == 0
 
 
 def test_other_ids_under_the_same_words_are_not_attached(folder: Path) -> None:

@@ -106,7 +106,7 @@ def test_equal_left_context_gives_the_bits_of_computing(family: str, chunk: int)
 @pytest.mark.parametrize("chunk", [512, 37, 1])
 def test_resuming_between_layers_gives_the_bits_of_computing(chunk: int) -> None:
     runner, kept, logits, ids = whole("qwen3", (2, 4))
-    known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
+    known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), min_tokens=60)
     repeats = [repeat(kept, 40, 300, 0, (2, 4)), repeat(kept, 310, 370, 0, (2, 4)), repeat(kept, 600, 1060, 0, (4,))]
     sequence = attached(runner, kept, repeats, known)
     ahead = [(span.start, span.stop, span.entry) for span in sequence.ahead]
@@ -125,7 +125,7 @@ def test_resuming_between_layers_gives_the_bits_of_computing(chunk: int) -> None
 def test_a_resumed_token_is_not_computed_below_its_layer() -> None:
     """Otherwise the test above would pass with a runner that ignores where to come in."""
     runner, kept, _, ids = whole("qwen3", (2, 4))
-    known = calibration(steps=((8, 4), (50, LAYERS)), least=60)
+    known = calibration(steps=((8, 4), (50, LAYERS)), min_tokens=60)
     sequence = attached(runner, kept, [repeat(kept, 40, 300, 0, (4,))], known)
     spoilt = [span if span.states is None else replace(span, states=span.states + 0.5) for span in sequence.ahead]
     sequence.ahead[:] = spoilt
@@ -136,7 +136,7 @@ def test_a_resumed_token_is_not_computed_below_its_layer() -> None:
 
 def test_packed_with_others_a_sequence_with_holes_keeps_its_bits() -> None:
     runner, kept, logits, ids = whole("qwen3", (2, 4))
-    known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
+    known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), min_tokens=60)
     one = attached(runner, kept, [repeat(kept, 40, 300, 0, (2, 4)), repeat(kept, 600, 1060, 0, (2, 4))], known)
     two, other = Sequence(kept.spec), tokens(200, seed=5)
     alone = fill(runner, Sequence(kept.spec), other, 512)
@@ -398,7 +398,7 @@ def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path
         ({"steps": ((8, 4), (4, 6))}, "steps"),
         ({"steps": ((8, 6), (9, 6))}, "steps"),
         ({"steps": ((8, 0), (9, 6))}, "steps"),
-        ({"least": 8}, "least"),
+        ({"min_tokens": 8}, "min_tokens"),
         ({"kl": float("nan")}, "kl"),
         ({"share": 1.5}, "share"),
         ({"probe": -1.0}, "probe"),
@@ -599,7 +599,7 @@ def test_lossy_pages_serve_where_the_calibration_measured_them(stored: Precision
 def test_one_requests_own_calibration_says_nothing_of_the_next() -> None:
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
-        wider = calibration(fingerprint=tiny_model()[2], steps=((40, LAYERS),), least=64)
+        wider = calibration(fingerprint=tiny_model()[2], steps=((40, LAYERS),), min_tokens=64)
         assert running.generate(OTHER, sampling=GREEDY, reuse=wider).receipt.segments[0].halo_tokens == 40
         [segment] = running.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments
         assert segment.halo_tokens == 8

@@ -396,7 +396,7 @@ def test_calibrate_keeps_one_file_for_each_pair(workload: Path, model: Path, tmp
         wanted, lent = (f"{weights}+{digests[name]}" for name in ("router", "twin"))
         [written] = (tmp_path / "store" / "calibrations").iterdir()
         assert written == path_of(tmp_path / "store", wanted, lent)
-        assert (Calibration.load(written).fingerprint, Calibration.load(written).lent) == (wanted, lent)
+        assert (Calibration.load(written).fingerprint, Calibration.load(written).source) == (wanted, lent)
         asked = [{"role": "system", "content": SYSTEM}, message("user", 1), message("assistant", 2), message("user", 3)]
         engine.generate(asked, adapter="twin")
         with pytest.warns(ReuseWarning, match="from 1 cases, fewer than 32"):

@@ -98,7 +98,7 @@ def calibrate(
         found = {"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen}
         run.keep({**found, "chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
         if known is not None:
-            known.save(target := out or path_of(keeps, known.fingerprint, known.lent))
+            known.save(target := out or path_of(keeps, known.fingerprint, known.source))
             run.keep({"written": str(target)})
         run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
     _tell(known, run.found, f"kl={kl!r}, top1={top1!r} and decision={decision!r}")

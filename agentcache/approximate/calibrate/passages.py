@@ -130,10 +130,11 @@ def ways(engine: Engine, halos: Sequence[int], shares: Sequence[float], calibrat
     if known is None or spec is None or engine.model.unrotated is None:
         return found
     for halo in halos:
-        made = Calibration(known.whole, spec.layers, ((halo, spec.layers),), least=max(8, 2 * halo), kl=10.0, tail=16, watch_one_in=1 << 30)
+        steps = ((halo, spec.layers),)
+        made = Calibration(known.whole, spec.layers, steps, max(8, 2 * halo), kl=10.0, tail=16, watch_one_in=1 << 30)
         found.append(Way("retrieved", "approximate", made, f"halo {halo}"))
-        for choice, share in product(("question", "deviation"), shares if engine.model.stepped else ()):
-            found.append(Way("retrieved", "approximate", replace(made, share=share, choice=choice), f"halo {halo}, {share:g} by {choice}"))
+        for by, share in product(("question", "deviation"), shares if engine.model.stepped else ()):
+            found.append(Way("retrieved", "approximate", replace(made, share=share, share_by=by), f"halo {halo}, {share:g} by {by}"))
     return found
 
 

@@ -45,7 +45,7 @@ def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]
     if stepped and layers > 2:
         found |= {f"halo {halo}, share {share:g}": trials.calibration(halo, share=share) for halo in SHARED for share in SHARES}
         most = SHARES[-1]
-        found |= {f"halo {halo}, share {most:g} by question": trials.calibration(halo, share=most, choice="question") for halo in SHARED}
+        found |= {f"halo {halo}, share {most:g} by question": trials.calibration(halo, share=most, share_by="question") for halo in SHARED}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
             for window in WINDOWS:
                 steps = ((window // 4, layer), (window * 2, layers))
@@ -57,9 +57,9 @@ def of_passages(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibrati
     """Settings to try on documents: halos, alone and with some of the other tokens computed again; a segment may be two halos long."""
     found = {}
     for halo in PASSAGE_HALOS:
-        found[f"halo {halo}"] = known = trials.calibration(halo, least=max(GRAM, 2 * halo))
+        found[f"halo {halo}"] = known = trials.calibration(halo, min_tokens=max(GRAM, 2 * halo))
         for choice, share in product(CHOICES if trials.engine.model.stepped else (), PASSAGE_SHARES):
-            found[f"halo {halo}, share {share:g} by {choice}"] = replace(known, share=share, choice=choice)
+            found[f"halo {halo}, share {share:g} by {choice}"] = replace(known, share=share, share_by=choice)
     return {name: replace(known, **given) for name, known in found.items()}
 
 

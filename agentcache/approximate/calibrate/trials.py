@@ -110,16 +110,16 @@ def rows(served: Sequence[Served]) -> list[dict[str, Any]]:
     return [row(some, *key) for key, some in groups.items()]
 
 
-def bound(kept: Iterable[Ids], ids: Ids, since: int, least: int = LEAST) -> int:
-    """Count the tokens of ids[since:-1] in runs of `least` that stand in one of the cached texts: any method could reuse them.
+def bound(kept: Iterable[Ids], ids: Ids, since: int, min_tokens: int = LEAST) -> int:
+    """Count the tokens of ids[since:-1] in runs of `min_tokens` that stand in one of the cached texts: any method could reuse them.
 
     Every place of every text is looked at: the oracle for what the index finds.
     """
-    known = {row.tobytes() for text in kept for row in _rows(text, least)}
+    known = {row.tobytes() for text in kept for row in _rows(text, min_tokens)}
     covered = np.zeros(max(0, len(ids) - 1 - since), dtype=bool)
-    for at, row in enumerate(_rows(ids[since:-1], least)):
+    for at, row in enumerate(_rows(ids[since:-1], min_tokens)):
         if row.tobytes() in known:
-            covered[at : at + least] = True
+            covered[at : at + min_tokens] = True
     return int(covered.sum())
 
 
@@ -193,20 +193,20 @@ class Trials:
         self.answer_tokens, self.own, self.repeats, self.adapter, self.lender = answer_tokens, own, repeats, adapter, lender
         known = {name: engine.model.adapters[digest] for name, digest in engine.adapters.items() if name in (adapter, lender)}
         one, other, weights = known.get(adapter or ""), known.get(lender or ""), engine.fingerprint.whole
-        self._fingerprint, self._lent = answering(weights, one), fingerprint_of(weights, other)
-        if self._lent == fingerprint_of(weights, one):  # pages that its own requests keep
-            self._lent = ""
+        self._fingerprint, self._source = answering(weights, one), fingerprint_of(weights, other)
+        if self._source == fingerprint_of(weights, one):  # pages that its own requests keep
+            self._source = ""
         self.answers = Answers(engine.tokenizer)
         self._number = 0
 
-    def calibration(self, halo: int = 8, least: int = 0, **given: Any) -> Calibration:
+    def calibration(self, halo: int = 8, min_tokens: int = 0, **given: Any) -> Calibration:
         """A setting of this model to try. steps may be given instead of a halo."""
         spec = self.engine.model.spec
         assert spec is not None
         steps = given.pop("steps", ((halo, spec.layers),))
-        least = least or max(LEAST, steps[-1][0] + 24)
-        given = {"kl": 1e9, "model": self.engine.name, "lent": self._lent, **given}
-        return Calibration(self._fingerprint, spec.layers, steps, least, **given)
+        min_tokens = min_tokens or max(LEAST, steps[-1][0] + 24)
+        given = {"kl": 1e9, "model": self.engine.name, "source": self._source, **given}
+        return Calibration(self._fingerprint, spec.layers, steps, min_tokens, **given)
 
     def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...], adapter: str | None) -> TimedAnswer:
         """One call with its recorded answer forced."""
@@ -233,7 +233,7 @@ class Trials:
                 self.ask(call, namespace, "exact", forced, self.lender)
                 kept.append(as_ids([*engine.renderer.render(call.prompt, call.tools, namespace=namespace).ids, *forced[:-1]]))
             ids = as_ids(engine.renderer.render(case.call.prompt, case.call.tools, namespace=namespace).ids)
-            prefix = 0 if self._lent else max((common(ids, other) for other in kept), default=0)
+            prefix = 0 if self._source else max((common(ids, other) for other in kept), default=0)
             if self.own:
                 with nothing_kept(engine):
                     answer = self._greedy(case.call, namespace)
