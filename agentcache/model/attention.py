@@ -151,17 +151,17 @@ def _rows(spans: list[range]) -> slice | torch.Tensor:
     return torch.tensor([row for span in spans for row in span])
 
 
-def _mask(batch: Batch, first: int, count: int, group: int, keys: range, how: Attention) -> torch.Tensor:
+def _mask(batch: Batch, first: int, count: int, group: int, keys: range, attn: Attention) -> torch.Tensor:
     """True where a query row may not see one of these keys. Rows are (token, head of the group)."""
-    key = (first, count, group, keys.start, how.window, how.chunk)
+    key = (first, count, group, keys.start, attn.window, attn.chunk)
     if key not in batch.masks:
-        hidden = how.hidden(torch.arange(first, first + count)[:, None], torch.arange(keys.start, keys.stop)[None])
+        hidden = attn.hidden(torch.arange(first, first + count)[:, None], torch.arange(keys.start, keys.stop)[None])
         batch.masks[key] = hidden.repeat_interleave(group, 0)
     return batch.masks[key]
 
 
 def _tile(
-    batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], how: Attention
+    batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], attn: Attention
 ) -> torch.Tensor:
     """One tile: q [heads, rows, width of keys] of positions span = (first, count, group) -> fp32 [heads, rows or more, width of values].
 
@@ -171,8 +171,8 @@ def _tile(
     start = first // TILE * TILE
     if short := -q.shape[1] % batch.numerics.query_rows:
         q = torch.nn.functional.pad(q, (0, 0, 0, short))
-    low = how.first_key(start) // PAGE_TOKENS * PAGE_TOKENS
-    sinks, widths = how.sinks is not None, range(low, start + TILE, PAGE_TOKENS)
+    low = attn.first_key(start) // PAGE_TOKENS * PAGE_TOKENS
+    sinks, widths = attn.sinks is not None, range(low, start + TILE, PAGE_TOKENS)
     blocks = [(pages[at // PAGE_TOKENS], min(PAGE_TOKENS, start + TILE - at)) for at in widths]
     scores = scratch("scores", q.shape[0] * q.shape[1] * (SINKS * sinks + start + TILE - low)).view(*q.shape[:2], -1)
     columns = scores[:, :, SINKS * sinks :].split([keys for _, keys in blocks], 2)
@@ -183,14 +183,14 @@ def _tile(
         else:
             column.copy_(torch.bmm(q, part))
     if q.dtype != torch.float32:
-        scores.mul_(how.scale)
-    if how.softcap:
-        scores.div_(how.softcap).tanh_().mul_(how.softcap)
-    seen = range(low if how.first_key(first + count - 1) > low else start, start + TILE)
-    scores[:, : count * group, seen.start - start - TILE :].masked_fill_(_mask(batch, first, count, group, seen, how), float("-inf"))
-    if how.sinks is not None:
+        scores.mul_(attn.scale)
+    if attn.softcap:
+        scores.div_(attn.softcap).tanh_().mul_(attn.softcap)
+    seen = range(low if attn.first_key(first + count - 1) > low else start, start + TILE)
+    scores[:, : count * group, seen.start - start - TILE :].masked_fill_(_mask(batch, first, count, group, seen, attn), float("-inf"))
+    if attn.sinks is not None:
         scores[:, :, :SINKS] = float("-inf")
-        scores[:, :, 0] = how.sinks.detach().float().view(-1, group)[heads].repeat(1, -(-q.shape[1] // group))[:, : q.shape[1]]
+        scores[:, :, 0] = attn.sinks.detach().float().view(-1, group)[heads].repeat(1, -(-q.shape[1] // group))[:, : q.shape[1]]
     torch.threshold_(torch.softmax(scores, -1, out=scores), LEAST_WEIGHT, 0.0)  # products with subnormal numbers are slow
     out = torch.zeros(*q.shape[:2], pages[0].layer_values[layer].shape[-1], dtype=torch.float32)
     for (page, keys), column in zip(blocks, columns):
@@ -214,14 +214,14 @@ def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> N
     part.sequence.write(layer, part.start, keys, values)
 
 
-def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Attention) -> torch.Tensor:
+def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, attn: Attention) -> torch.Tensor:
     """Attention of one part: query [count, heads, width of keys] at positions from part.start on -> [count, heads, width of values].
 
     Sees every key at or before its own position that was written to the part's pages, and that the layer lets it see.
     """
-    how = how.of(part)
-    if query.device.type != "cpu" or how.chosen is not None:
-        return attend_gathered(part, layer, query, how)
+    attn = attn.of(part)
+    if query.device.type != "cpu" or attn.chosen is not None:
+        return attend_gathered(part, layer, query, attn)
     count, heads, dim = query.shape
     kv_heads, _, width = part.sequence.pages[0].layer_values[layer].shape
     group = heads // kv_heads
@@ -232,9 +232,9 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
         pages = part.sequence.pages[:blocks]
         keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
         room = partial(scratch, "scores")
-        return paged_attention.attend(query, keys, values, part.start, how.scale, how.window, how.chunk, how.softcap, how.sinks, room)
+        return paged_attention.attend(query, keys, values, part.start, attn.scale, attn.window, attn.chunk, attn.softcap, attn.sinks, room)
     rows = query.view(count, kv_heads, group, dim).permute(1, 0, 2, 3)
-    rows = rows.float() * how.scale if batch.numerics.widen or rows.dtype == torch.float32 else rows
+    rows = rows.float() * attn.scale if batch.numerics.widen or rows.dtype == torch.float32 else rows
     out = query.new_empty(count, heads, width)
     target = out.view(count, kv_heads, group, width).permute(1, 0, 2, 3)
     at = part.start
@@ -244,31 +244,31 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
         together = max(1, min(kv_heads, SCORE_ELEMENTS // (n * group * stop)))
         for head in range(0, kv_heads, together):
             chosen = slice(head, min(kv_heads, head + together))
-            done = _tile(batch, rows[chosen, own].reshape(-1, n * group, dim), part.sequence.pages, layer, chosen, (at, n, group), how)
+            done = _tile(batch, rows[chosen, own].reshape(-1, n * group, dim), part.sequence.pages, layer, chosen, (at, n, group), attn)
             target[chosen, own] = done[:, : n * group].view(-1, n, group, width).to(query.dtype)
         at = stop
     return out
 
 
-def attend_gathered(part: Part, layer: int, query: torch.Tensor, how: Attention) -> torch.Tensor:
+def attend_gathered(part: Part, layer: int, query: torch.Tensor, attn: Attention) -> torch.Tensor:
     """The same over gathered pages, for devices whose own kernels are faster than block products: `scaled_dot_product_attention`, or the
     formula itself where a layer caps its scores or has sinks."""
-    low = how.first_key(part.start)
+    low = attn.first_key(part.start)
     keys, values = part.sequence.read(layer, low, part.start + part.count)
     positions = torch.arange(part.start, part.start + part.count, device=query.device)[:, None]
-    hidden = how.hidden(positions, torch.arange(low, part.start + part.count, device=query.device)[None])
+    hidden = attn.hidden(positions, torch.arange(low, part.start + part.count, device=query.device)[None])
     group = query.shape[1] // keys.shape[1]
     keys, values = (t.expand(-1, group, -1) if t.shape[1] == 1 else t.repeat_interleave(group, 1) for t in (keys, values))
     q, keys, values = (t.transpose(0, 1) for t in (query, keys, values))
-    if how.softcap or how.sinks is not None:
-        scores = (q @ keys.transpose(1, 2)).float() * how.scale
-        if how.softcap:
-            scores = torch.tanh(scores / how.softcap) * how.softcap
+    if attn.softcap or attn.sinks is not None:
+        scores = (q @ keys.transpose(1, 2)).float() * attn.scale
+        if attn.softcap:
+            scores = torch.tanh(scores / attn.softcap) * attn.softcap
         scores.masked_fill_(hidden, float("-inf"))
-        if how.sinks is not None:
-            scores = torch.cat([scores, how.sinks.float()[:, None, None].expand(-1, part.count, 1)], -1)
+        if attn.sinks is not None:
+            scores = torch.cat([scores, attn.sinks.float()[:, None, None].expand(-1, part.count, 1)], -1)
         return (scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype) @ values).transpose(0, 1)
-    mask = None if part.count == 1 and how.chosen is None else ~hidden
+    mask = None if part.count == 1 and attn.chosen is None else ~hidden
     attention = torch.nn.functional.scaled_dot_product_attention
     with sdpa_kernel(_FUSED) if query.is_cuda else nullcontext():  # they want a batch
-        return attention(q[None], keys[None], values[None], attn_mask=mask, scale=how.scale)[0].transpose(0, 1)
+        return attention(q[None], keys[None], values[None], attn_mask=mask, scale=attn.scale)[0].transpose(0, 1)

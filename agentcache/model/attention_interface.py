@@ -73,16 +73,16 @@ def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, va
     """Attention over pages, of tensors as transformers' modules give them. The call of a layer that shares another's writes nothing."""
     call, running.layers = running.layers, running.layers + 1
     slot = running.slots[call]
-    how = attention_of(running.config, module.layer_idx, query.shape[-1], given)
+    attn = attention_of(running.config, module.layer_idx, query.shape[-1], given)
     latent, running.latent = running.latent, None  # of this layer (latents.py)
     if latent is not None:
         query, (key, value) = latent.query(query, batch), latent.pair
     with torch._C.DisableTorchFunction():  # of RowPureLinear, which looks at each use of a tensor
         q = query[0].transpose(0, 1).contiguous()
         if slot in running.slots[:call]:
-            return steps.attended(batch, slot, q, value.shape[-1], how)[None]
+            return steps.attended(batch, slot, q, value.shape[-1], attn)[None]
         k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
-        out = steps.mix(batch, slot, q, k, v, how)[None]
+        out = steps.mix(batch, slot, q, k, v, attn)[None]
     return (out if latent is None else latent.out(out, batch)).contiguous()  # as modules expect it
 
 

@@ -53,7 +53,7 @@ class Layer:
     key_width: int
     value_width: int
     dtype: torch.dtype
-    how: Attention
+    attention: Attention
     key: torch.Tensor
     value: torch.Tensor
     page_keys: torch.Tensor
@@ -66,9 +66,9 @@ def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, give
     named = ", ".join(repr(name) + (f" ({_STRANGE[name]})" if name in _STRANGE else "") for name in strange)
     why = f"attention of {type(module).__name__!r} depends on {named}" if strange else ""
     index = int(getattr(module, "layer_idx", -1))
-    how = attention_of(config, index, key.shape[-1], given)
+    attn = attention_of(config, index, key.shape[-1], given)
     page_keys = key[0].transpose(1, 2).clone()
-    return Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how, key, value, page_keys, why)
+    return Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, attn, key, value, page_keys, why)
 
 
 def has_experts(module: Any) -> bool:

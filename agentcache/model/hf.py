@@ -140,7 +140,7 @@ class HFModel:
 
     def attentions(self) -> list[Attention]:
         """How each layer attends, found by a forward of one token; only for a model that runs transformers' own modules, and is idle."""
-        return [layer.how for layer in self._watched(0) if layer.value_width]
+        return [layer.attention for layer in self._watched(0) if layer.value_width]
 
     @property
     def layout(self) -> str:
@@ -223,13 +223,13 @@ class HFModel:
         even = set(widths) == {(heads, dim, dim)}
         recurrent = self.mixers is not None
         self.spec = KVSpec(len(widths), heads, dim, self.dtype, self.device, widths=() if even else widths, recurrent=recurrent)
-        self._plain = even and all(layer.how.plain for layer in layers)
+        self._plain = even and all(layer.attention.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = unrotated(self.rotary, _PLACES, [[place[at].page_keys for at in owners] for place in places])
         self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
         with first_layers(self), indexers.narrowed():
             self._calls = len(self._watched(0))
-            verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
+            verdict, found = proven(self, max((layer.attention.window or layer.attention.chunk for layer in layers), default=0))
         self._calls = 0
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not has_experts(m))
         pure = verdict.pure and latents.pure and not indexers and next(others, None) is None  # each of those sees few rows, by chance alike

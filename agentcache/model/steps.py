@@ -84,10 +84,10 @@ def window(block: Any) -> int:
     return (block.config.sliding_window or 0) if block.config.model_type == "mistral" else 0  # Mistral reads its config at each call
 
 
-def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Attention) -> torch.Tensor:
+def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn: Attention) -> torch.Tensor:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
     _write(batch, layer, key, value)
-    return attended(batch, layer, query, value.shape[-1], how)
+    return attended(batch, layer, query, value.shape[-1], attn)
 
 
 def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -113,18 +113,18 @@ def _by_part(batch: Batch) -> None:
         raise RuntimeError("pages would be gathered, which are others in the next forward")
 
 
-def attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Attention) -> torch.Tensor:
+def attended(batch: Batch, layer: int, query: torch.Tensor, width: int, attn: Attention) -> torch.Tensor:
     """Attend to keys and values that every part has written: query [rows, heads, head_dim] -> [rows, heads, width]."""
-    if batch.parts and how.chosen is None and (gpu := _of_gpu(batch, query, layer)):
+    if batch.parts and attn.chosen is None and (gpu := _of_gpu(batch, query, layer)):
         kv_heads = len(batch.parts[0].sequence.pages[0].layer_values[layer])
-        return gpu.attend(batch.on(query.device), layer, query, kv_heads, width, how)  # type: ignore[no-any-return]
+        return gpu.attend(batch.on(query.device), layer, query, kv_heads, width, attn)  # type: ignore[no-any-return]
     _by_part(batch)
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
-        return attend(batch, batch.parts[0], layer, query, how)
+        return attend(batch, batch.parts[0], layer, query, attn)
     out = query.new_zeros(*query.shape[:2], width)
     for part in batch.parts:
         rows = slice(part.offset, part.offset + part.count)
-        out[rows] = attend(batch, part, layer, query[rows], how)
+        out[rows] = attend(batch, part, layer, query[rows], attn)
     return out
 
 

@@ -52,7 +52,7 @@ def _unproven(model: HFModel) -> str:
 def _kinds(model: HFModel) -> dict[str, int]:
     """Number of layers by what they see or keep."""
     ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.attentions()
-    kinds = Counter(_sees(how) for how in ways)
+    kinds = Counter(_sees(attn) for attn in ways)
     states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
     values = [width for _, _, width in model.spec.layer_widths] if model.spec is not None else []
     indexed = values.count(0)
@@ -67,9 +67,9 @@ def _kinds(model: HFModel) -> dict[str, int]:
     return dict(kinds) | {what: count for what, count in extra.items() if count}
 
 
-def _sees(how: Attention) -> str:
-    seen = f"the last {how.window} tokens" if how.window else f"their chunk of {how.chunk} tokens" if how.chunk else "all tokens"
-    traits = [name for name, there in (("sinks", how.sinks is not None), ("soft caps", how.softcap)) if there]
+def _sees(attn: Attention) -> str:
+    seen = f"the last {attn.window} tokens" if attn.window else f"their chunk of {attn.chunk} tokens" if attn.chunk else "all tokens"
+    traits = [name for name, there in (("sinks", attn.sinks is not None), ("soft caps", attn.softcap)) if there]
     return f"attend to {seen}" + (f", with {' and '.join(traits)}" if traits else "")
 
 

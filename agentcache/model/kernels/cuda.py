@@ -279,10 +279,10 @@ def _tried(dtype: torch.dtype, device: torch.device, dim: int, width: int, rows:
     table = table_of([SimpleNamespace(sequence=SimpleNamespace(pages=known), start=start, count=rows, offset=0)], rows, device)
     query, key, value = (_numbers(like, random, rows, *shape) for shape in ((2, dim), (1, dim), (1, width)))
     write(table, 0, key, value)
-    how = SimpleNamespace(scale=dim**-0.5, softcap=0.0, window=0, chunk=0, sinks=None)
-    found = attend(table, 0, query, 1, width, how)
+    attn = SimpleNamespace(scale=dim**-0.5, softcap=0.0, window=0, chunk=0, sinks=None)
+    found = attend(table, 0, query, 1, width, attn)
     keys, values = torch.cat([k[0] for k, _ in pages], 1).double(), torch.cat([v[0] for _, v in pages]).double()
-    scores = query.double() @ keys * how.scale
+    scores = query.double() @ keys * attn.scale
     hidden = torch.arange(len(values), device=device) > torch.arange(start, start + rows, device=device)[:, None]
     return _near(found, scores.masked_fill(hidden[:, None], -math.inf).softmax(-1) @ values)
 
@@ -301,10 +301,10 @@ def write(table: DeviceTable, layer: int, key: torch.Tensor, value: torch.Tensor
         _write[(rows, kv_heads)](*new, layer, table.layers, kv_heads, **widths, PAGE=PAGE_TOKENS, num_warps=1)
 
 
-def attend(table: DeviceTable, layer: int, query: torch.Tensor, kv_heads: int, width: int, how: Any) -> torch.Tensor:
+def attend(table: DeviceTable, layer: int, query: torch.Tensor, kv_heads: int, width: int, attn: Any) -> torch.Tensor:
     """Attention of all rows: query [rows, heads, width of keys] -> [rows, heads, width of values]. Few rows, if of no part, are zeros.
 
-    how: of attention.py, without chosen positions.
+    attn: of attention.py, without chosen positions.
     """
     rows, heads, dim = query.shape
     group, splits = heads // kv_heads, table.splits
@@ -317,13 +317,13 @@ def attend(table: DeviceTable, layer: int, query: torch.Tensor, kv_heads: int, w
         into = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
         sums = query.new_empty(2, rows, heads, splits, dtype=torch.float32)
     wide = max(dim, width) > 128 or query.dtype == torch.float32
-    sinks = out if how.sinks is None else how.sinks.contiguous()
-    own = {"DV": width, "BV": triton.next_power_of_2(width), "SPLITS": splits, "SINKS": how.sinks is not None}
+    sinks = out if attn.sinks is None else attn.sinks.contiguous()
+    own = {"DV": width, "BV": triton.next_power_of_2(width), "SPLITS": splits, "SINKS": attn.sinks is not None}
     with torch.cuda.device_of(query):
         _attend[(len(blocks), kv_heads, splits)](
             query.contiguous(), into, sums[0], sums[-1], table.pages, blocks, table.split, sinks, layer, table.layers, heads,
-            how.scale, how.softcap, how.window, how.chunk, GROUP=group, DK=dim, BK=max(16, triton.next_power_of_2(dim)), M=tile,
-            N=32 if wide else 64, PAGE=PAGE_TOKENS, CAPPED=bool(how.softcap), WINDOW=bool(how.window), CHUNK=bool(how.chunk), **own,
+            attn.scale, attn.softcap, attn.window, attn.chunk, GROUP=group, DK=dim, BK=max(16, triton.next_power_of_2(dim)), M=tile,
+            N=32 if wide else 64, PAGE=PAGE_TOKENS, CAPPED=bool(attn.softcap), WINDOW=bool(attn.window), CHUNK=bool(attn.chunk), **own,
             num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:

@@ -44,14 +44,14 @@ def check(dtype: torch.dtype, layer: str, pack: str, device: torch.device) -> No
 
     kv_heads, heads, width, other, given = LAYERS[layer]
     sinks = {"sinks": torch.randn(heads).to(device, dtype)} if given.get("sinks") else {}
-    how = Attention(width**-0.5, **{**given, **sinks})
+    attn = Attention(width**-0.5, **{**given, **sinks})
     spec = KVSpec(2, kv_heads, max(width, other), dtype, device, widths=((kv_heads, width, other),) * 2 if width != other else ())
     parts = list(parts_of(spec, PACKS[pack]))
     rows = sum(part.count for part in parts) + 2  # two of padding
     query, key, value = (torch.randn(rows, *shape).to(device, dtype) for shape in ((heads, width), (kv_heads, width), (kv_heads, other)))
     table = table_of(parts, rows, device)
     cuda.write(table, 1, key, value)
-    found = cuda.attend(table, 1, query, kv_heads, other, how)
+    found = cuda.attend(table, 1, query, kv_heads, other, attn)
     assert not found[-2:].any(), "rows of no part are zeros"
     near = 1e-5 if dtype == torch.float32 else 0.02
     for part in parts:
@@ -59,7 +59,7 @@ def check(dtype: torch.dtype, layer: str, pack: str, device: torch.device) -> No
         keys, values = part.sequence.read(1, part.start, part.start + part.count)
         assert torch.equal(keys, key[own])
         assert torch.equal(values, value[own])
-        torch.testing.assert_close(found[own], attend_gathered(part, 1, query[own], how), rtol=near, atol=near)
+        torch.testing.assert_close(found[own], attend_gathered(part, 1, query[own], attn), rtol=near, atol=near)
 
 
 def main() -> None:
