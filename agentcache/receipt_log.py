@@ -88,8 +88,7 @@ class ReceiptLog:
         with self._lock:
             if not self._closed and self._file >= 0:
                 with suppress(OSError):  # the disk is full: `verify` says that the chain is not closed
-                    if self._lines:
-                        self._write({"closed": True})
+                    self._write({"closed": True})
                 with suppress(OSError):  # a network's disk may tell only now
                     os.close(self._file)
             self._closed = True

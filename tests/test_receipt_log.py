@@ -168,7 +168,7 @@ def test_a_disk_that_refuses_the_end_stops_no_closing(tmp_path: Path, monkeypatc
     assert verify(tmp_path) == (3, [])
 
 
-def test_a_log_without_a_line_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_without_a_receipt_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, opened, real = ReceiptLog(tmp_path), list[int](), os.open
     monkeypatch.setattr(os, "open", lambda *given, **more: opened.append(real(*given, **more)) or opened[-1])
     monkeypatch.setattr(os, "write", lambda fd, content: 0)
@@ -177,6 +177,7 @@ def test_a_log_without_a_line_leaves_no_file_open(tmp_path: Path, monkeypatch: p
     log.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[-1])
+    assert verify(tmp_path) == (0, [])
 
 
 def test_receipts_stay_in_their_folder_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
