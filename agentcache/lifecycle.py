@@ -5,7 +5,7 @@ Its pages go into the store if they are finite and the weights hold; those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from .kv_spec import finite
 from .matching import Matching
 from .model.sampling import logprob_of
 from .plan import Attach, Plan, make
-from .receipt import AttachedPart
 from .request import Ended, Provenance, Running
 from .runner import Drafts, Outcome, Runner, StockSequence
 from .store.keys import Scope
@@ -120,19 +119,11 @@ class Lifecycle:
             sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
         if model.adapters and not (ranges and ranges.scope):  # else it may hold parts of several
-            running.account.record_attached_parts(self._attached_parts(running))
+            running.account.record_attached_parts(running.attached_parts(model.adapters))
         if ranges is not None:
             ranges.attach()
         self._record_grade(running)
         return plan
-
-    def _attached_parts(self, running: Running) -> Iterator[AttachedPart]:
-        """The attached parts of a prompt, each with the adapter that computed it."""
-        start, known = 0, self.runner.model.adapters
-        for one in running.attached:
-            stop, digest = min(one.tokens, len(running.ids) - 1), one.entries[0].scope.adapter
-            yield AttachedPart(start, stop, digest, known[digest].name if digest in known else "", one.layers)
-            start = stop
 
     def _record_grade(self, running: Running) -> None:
         """Tell the account how near the state is that the next token is read off."""
@@ -148,7 +139,9 @@ class Lifecycle:
         if kernels > 1:
             refusals.append(Refusal(Reason.NUMERICS, 0, taken, "computed with other threads, kernels or pieces"))
         elif not pure:
-            refusals.append(Refusal(Reason.NOT_ROW_PURE, 0, length, "tokens are promised, bits are not"))
+            from .model.verdict import impurity
+
+            refusals.append(Refusal(Reason.NOT_ROW_PURE, 0, length, f"tokens are promised, bits are not: {impurity(model, adapter)}"))
         running.account.record_grade(grade, pure and kernels == 1 and grade == "exact", refusals)
 
     # -- filling and decoding --------------------------------------------------------------------------------------

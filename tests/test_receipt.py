@@ -114,6 +114,15 @@ def test_kernels_that_depend_on_the_pack_are_said() -> None:
         check(receipt)
 
 
+def test_the_hook_for_which_no_bits_are_promised_is_named() -> None:
+    model = models.build("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output)
+    with engine(model=model) as running:
+        refusals = running.generate(chat("x"), sampling=decode(2)).receipt.refusals
+        [detail] = [refusal.detail for refusal in refusals if refusal.reason is Reason.NOT_ROW_PURE]
+        assert "<lambda>' of 'LlamaMLP' is not probed" in detail
+
+
 def test_a_sequence_that_outgrows_its_frequencies_is_accounted_once() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 80}
     model = models.build("llama", max_position_embeddings=80, rope_parameters=rope)

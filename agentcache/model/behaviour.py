@@ -19,6 +19,7 @@ from .rope import changes_by_length
 INTERNAL = frozenset(torch.nn.Module().__dict__)  # attributes of every module: tensors, children and hooks have rules of their own
 EVERY_MODULE = ("_global_forward_pre_hooks", "_global_forward_hooks")  # hooks that torch calls for all modules
 _OWN = "agentcache."
+_OF_TRAINING = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"  # moves no value
 _LIBRARIES = frozenset({"torch", "transformers"})  # underscored attributes of their modules are notes about loading
 IRRELEVANT = frozenset(
     "name_or_path warnings_issued generation_config loss_type gradient_checkpointing max_seq_len_cached _caches extra_repr".split()
@@ -45,7 +46,9 @@ def namespaces(kinds: Iterable[type]) -> list[types.ModuleType]:
 def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
     """The hooks that others put into one module's forward."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        yield from (hook for hook in list(hooks.values()) if not (getattr(hook, "__module__", None) or "").startswith(_OWN))
+        for hook in list(hooks.values()):
+            if not (getattr(hook, "__module__", None) or "").startswith(_OWN) and getattr(hook, "__qualname__", "") != _OF_TRAINING:
+                yield hook
 
 
 def has_our_forward(module: torch.nn.Module) -> bool:
@@ -172,14 +175,14 @@ def refuse_activated(modules: Iterable[torch.nn.Module]) -> None:
                 raise ModelError(f"adapter {name!r} acts from its invocation tokens on (aLoRA), which is not supported: deactivate it")
 
 
-def foreign(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether code takes part that is not ours, torch's, transformers' or PEFT's LoRA of a product: its rows may be impure."""
+def foreign(modules: Iterable[torch.nn.Module]) -> str:
+    """Name code that takes part and is not ours, torch's, transformers' or PEFT's LoRA of a product, if any: its rows may be impure."""
     for module in modules:
         forward = type(module).forward if has_our_forward(module) else module.__dict__.get("forward", type(module).forward)
         source = getattr(forward, "__globals__", {}).get("__name__", "")
         lora = source.startswith("peft.tuners.lora") and type(module).__name__ != "Embedding"  # whose product is no linear layer's
         if not lora and root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache"):
-            return True
-        if any(foreign_hooks(module)) or wrapped_weights.wrappers(module):  # which multiply by code of their own
-            return True
-    return bool(patched_functions()) or any(bool(getattr(torch_module, name)) for name in EVERY_MODULE)
+            return f"the forward of {type(module).__name__!r}, from {source!r}"
+        for hook in (*foreign_hooks(module), *(wrapper for _, wrapper in wrapped_weights.wrappers(module))):
+            return f"hook or wrapper {getattr(hook, '__qualname__', type(hook).__qualname__)!r} of {type(module).__name__!r}"
+    return "a hook or patch of all modules" if patched_functions() or any(getattr(torch_module, name) for name in EVERY_MODULE) else ""

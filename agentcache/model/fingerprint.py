@@ -49,8 +49,8 @@ class Fingerprint:
     where they meet a sample of each tensor's values. State inside a hook, and what a module writes in its own forward, is not seen: call
     `invalidate`. Safe to use from many threads.
 
-    last_digest: `whole` at the last look. refusal: why nothing that is computed now can be reused, empty if it can. foreign: whether code
-    takes part that is not ours, torch's, transformers' or PEFT's.
+    last_digest: `whole` at the last look. refusal: why nothing that is computed now can be reused, empty if it can. foreign: code that
+    takes part and is not ours, torch's, transformers' or PEFT's, in words.
     """
 
     def __init__(self, model: Any, kernel: str, layout: str = "") -> None:
@@ -67,7 +67,7 @@ class Fingerprint:
         self.token: StateToken | None = None
         self.last_digest = ""
         self.refusal = ""
-        self.foreign = False
+        self.foreign = ""
         self.hashed_bytes = 0
 
     @property

@@ -97,7 +97,7 @@ class StateToken:
         hooks += [getattr(torch_module, name) for name in behaviour.EVERY_MODULE]
         self._unhooked = [each for each in hooks if not each]
         seen = [_Rest(own, frozenset(written[m])) if m in written else own for m, own in zip(self.modules, owned)]
-        adapted = [own for module, own in zip(self.modules, seen) if not behaviour.of_library(module)]
+        adapted = [*filter(None, hooks), *(own for module, own in zip(self.modules, seen) if not behaviour.of_library(module))]
         self._wrappers = [(each, vars(each)) for module in self.modules for _, each in wrapped_weights.wrappers(module)]
         self._quick = _Copies([*adapted, *chain.from_iterable(map(_inner, seen)), *(within for _, within in self._wrappers)])
         self._strayed, self._known = False, set(map(id, self.tensors))
@@ -236,10 +236,11 @@ class _Near:
     """Modules around one product or of one layer: where hooks may come, and adapters among some of them."""
 
     def __init__(self, hooked: Sequence[torch.nn.Module], modules: Sequence[torch.nn.Module]) -> None:
-        self._unhooked = [hooks for module in hooked for hooks in (module._forward_hooks, module._forward_pre_hooks) if not hooks]
+        hooks = [hooks for module in hooked for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._unhooked = [each for each in hooks if not each]
         adapted = [module.__dict__ for module in modules if not behaviour.of_library(module)]
         self._adapted = _Copies([*adapted, *(value for own in adapted for value in _inner(own))]) if adapted else None
-        self._parameters = _Copies([module._parameters for module in hooked if module._parameters])
+        self._parameters = _Copies([*filter(None, hooks), *(module._parameters for module in hooked if module._parameters)])
 
     def holds(self) -> bool:
         """Whether no hook came, and no adapter or parameter is another."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .attention import Attention, Batch, Part, attend, write
-from .behaviour import EVERY_MODULE, forwards, namespaces
+from .behaviour import EVERY_MODULE, foreign_hooks, forwards, namespaces
 from .kernels import dispatch
 from .kernels.dispatch import Int8Linear, elementwise, linear, linears
 from .numerics import Numerics
@@ -332,8 +332,7 @@ class Shape:
             return False
         return self._ok and all(
             held.get(name) is module is not None
-            and not module._forward_hooks
-            and not module._forward_pre_hooks
+            and not ((module._forward_hooks or module._forward_pre_hooks) and any(foreign_hooks(module)))
             and "forward" not in module.__dict__
             for held, name, module in self._modules
         )

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from ..checkpoints import CHECKPOINT_TOKENS, SHARE, Checkpoint
 from ..kv import Sequence
 from . import steps
+from .adapters import Adapter
 from .attention import Attention, Part
 from .hf import HFModel
 
@@ -35,7 +36,7 @@ def verdict(model: HFModel) -> dict[str, Any]:
     if model.spec.recurrent:
         found["reused"] = "prefixes up to a checkpoint, in memory and on disk"
         found["checkpoints"] = f"at multiples of {model.support.alignment} tokens" if model.support.alignment > 1 else "after any token"
-    found["promise"] = "the bits of reuse off" if model.bitwise else f"the greedy tokens of reuse off, no bits: {_impurity(model)}"
+    found["promise"] = "the bits of reuse off" if model.bitwise else f"the greedy tokens of reuse off, no bits: {impurity(model)}"
     found["KV bytes per token"] = model.spec.token_bytes
     if model.spec.recurrent:
         found["bytes per checkpoint"] = _checkpoint(model).bytes
@@ -73,12 +74,14 @@ def _sees(attn: Attention) -> str:
     return f"attend to {seen}" + (f", with {' and '.join(traits)}" if traits else "")
 
 
-def _impurity(model: HFModel) -> str:
-    """Why bits are not promised."""
+def impurity(model: HFModel, adapter: Adapter | None = None) -> str:
+    """Why bits are not promised, of answers of the base or of an adapter."""
+    if model.bitwise and adapter is not None:
+        return f"products of adapter {adapter.name!r} choose by the number of rows"
     if model.quantized:
         return "kernels of quantised weights choose by the number of rows"
     if model.fingerprint is not None and model.fingerprint.foreign:
-        return "hooks or patched modules are not probed"
+        return f"{model.fingerprint.foreign} is not probed"
     if model.numerics is not None and not model.numerics.pure:
         return "kernels on this device choose by the number of rows"
     return "experts, indexers or kernels of its layers depend on the tokens beside"

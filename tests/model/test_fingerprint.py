@@ -193,6 +193,24 @@ def test_a_hook_in_a_layer_counts() -> None:
     assert held.stepped
 
 
+def test_the_hook_of_gradient_checkpointing_does_not_count() -> None:
+    model = models.build("llama")
+    before = layers(model, "aten")
+    model.enable_input_require_grads()  # as gradient checkpointing does, and leaves it so
+    assert model.get_input_embeddings()._forward_hooks
+    known, held = Fingerprint(model, "aten"), HFModel(model)
+    assert known.layers == before
+    assert (held.stepped, held.bitwise) == (True, True)
+    token = known.token
+    assert token is not None
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
+    assert token.tensors_changed(), "another one beside it is noticed amid a forward"
+    assert known.layers != before
+    assert not held.stepped
+    hook.remove()
+    assert known.layers == before
+
+
 def test_our_own_hooks_and_switches_do_not_count() -> None:
     model = models.build("phi3")
     before = layers(model, "aten")
