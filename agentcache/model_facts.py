@@ -43,7 +43,7 @@ class ModelFacts:
         if isinstance(many := said["chat_template"], dict):  # several, by name
             said["chat_template"] = many.get("tool_use") or many.get("default")
         limited = getattr(engine.model.config, "max_position_embeddings", None)  # without it the engine's limit is no fact of the model
-        return cls._of(engine.model.context_tokens if limited else None, said, chat_template)
+        return cls._of(engine.model.context_tokens if (limited or 0) > 0 else None, said, chat_template)
 
     @classmethod
     def _of(cls, context: int | None, tokenizer: Mapping[str, Any], chat_template: str | None) -> ModelFacts:
@@ -70,8 +70,8 @@ def _context(config: Mapping[str, Any]) -> int | None:
     inner = config.get("text_config")
     said = config if config.get("max_position_embeddings") or not isinstance(inner, Mapping) else inner
     found, rope = said.get("max_position_embeddings"), said.get("rope_parameters") or said.get("rope_scaling")
-    if not isinstance(found, int) or not isinstance(rope, Mapping) or not rope.get("factor"):
-        return found if isinstance(found, int) else None
+    if not isinstance(found, int) or found < 1 or not isinstance(rope, Mapping) or not rope.get("factor"):
+        return found if isinstance(found, int) and found > 0 else None
     from .model.rope import longest  # loads torch, so only where there is a factor
 
     return longest(found, rope)

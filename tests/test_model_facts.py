@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import XLNetConfig, XLNetLMHeadModel
 
 from agentcache import Engine, ModelFacts, Sampling, embedded
 from agentcache.errors import ContextOverflowError
@@ -15,6 +16,7 @@ from agentcache.layout import rendering
 from agentcache.toy import CHAT_TEMPLATE
 from tests import models
 from tests.chat_templates import CHATML
+from tests.engines import engine
 
 NO_TOOLS = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
 
@@ -49,6 +51,14 @@ def test_a_context_that_rope_stretches(rope: dict[str, Any], tokens: int, tmp_pa
         assert engine.generate("tide " * (tokens // 8), sampling=Sampling(ignore_eos=True)).receipt.prompt_tokens < tokens
         with pytest.raises(ContextOverflowError):
             engine.generate("tide and wind " * tokens)
+
+
+def test_a_context_of_minus_one_has_no_bound() -> None:
+    config = XLNetConfig(vocab_size=1200, d_model=32, n_layer=1, n_head=2, d_inner=64)
+    assert config.max_position_embeddings == -1
+    with engine(model=XLNetLMHeadModel(config).eval(), store=None) as running:
+        assert running.generate("tide", sampling=Sampling(max_tokens=2)).receipt.path == "stock"
+        assert ModelFacts.of_engine(running).context_tokens is None
 
 
 def test_of_a_chat_template_that_is_given(model_folder: Path) -> None:

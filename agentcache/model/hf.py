@@ -60,7 +60,7 @@ class HFModel:
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = is_quantized(self.model)
         self.weights = "int8" if any(type(module) is Int8Linear for module in self.model.modules()) else ""
-        tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+        tokens = max(0, int(getattr(self.config, "max_position_embeddings", 0) or 0)) or 1 << 20  # XLNet says -1
         self.context_tokens = longest(tokens, getattr(self.config, "rope_parameters", None) or {})
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
