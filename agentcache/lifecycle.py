@@ -119,7 +119,9 @@ class Lifecycle:
             sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
         if model.adapters and not (ranges and ranges.scope):  # else it may hold parts of several
-            running.account.record_attached_parts(running.attached_parts(model.adapters))
+            from .shared_layers import attached_parts
+
+            running.account.record_attached_parts(attached_parts(model, running))
         if ranges is not None:
             ranges.attach()
         self._record_grade(running)

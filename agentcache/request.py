@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -19,7 +19,7 @@ from .kv import Sequence
 from .model.loading import known_ids
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
-from .receipt import Account, AttachedPart, Receipt
+from .receipt import Account, Receipt
 from .runner import StockSequence, Work
 from .store.deletion_log import Moment
 from .store.entry import Entry, Match
@@ -211,14 +211,6 @@ class Running:
     def covered_ids(self) -> Ids:
         """The ids to look up: of covered tokens, and one more, since a lookup leaves out the last."""
         return self.ids.array(min(len(self.ids), self.covered_tokens + 1))
-
-    def attached_parts(self, adapters: Mapping[str, Adapter]) -> Iterator[AttachedPart]:
-        """The attached parts of its prompt, each with the adapter that computed it, found by digest."""
-        start = 0
-        for one in self.attached:
-            stop, digest = min(one.tokens, len(self.ids) - 1), one.entries[0].scope.adapter
-            yield AttachedPart(start, stop, digest, adapters[digest].name if digest in adapters else "", one.layers)
-            start = stop
 
     @property
     def completion_tokens(self) -> int:

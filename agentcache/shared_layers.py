@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .model.hf import HFModel
 from .page import states_until
+from .receipt import AttachedPart
 from .request import Running
 from .store.entry import Match
 from .store.keys import Scope
@@ -32,6 +33,15 @@ def shared_layers(model: HFModel, store: Store, running: Running, tokens: int) -
     _, other, stop, layers = best
     used = store.match(other, running.covered_ids)  # counted as used, and all of it on the device
     return replace(used, tokens=stop, layers=layers) if used.tokens >= stop else None
+
+
+def attached_parts(model: HFModel, running: Running) -> Iterator[AttachedPart]:
+    """The attached parts of a prompt, each with the adapter that computed it."""
+    start, known = 0, model.adapters
+    for one in running.attached:
+        stop, digest = min(one.tokens, len(running.ids) - 1), one.entries[0].scope.adapter
+        yield AttachedPart(start, stop, digest, known[digest].name if digest in known else "", one.layers)
+        start = stop
 
 
 def _others(model: HFModel, running: Running, scope: Scope) -> Iterator[tuple[int, Scope]]:
