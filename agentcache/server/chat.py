@@ -198,6 +198,7 @@ async def complete(body: CompletionBody, request: Request, state: Serving, tenan
         answers: list[Answer] = []
         for prompt in prompts:
             answers.append(await opened(state, request, stack, body.model, "cmpl", asking(body, prompt, sampling=sampling)))
+        answers[0].others = answers[1:]
         if not body.stream:
             return await whole(state, request, answers[0], _text_whole(answers))
         events = _text_events(answers, body.stream_options or StreamOptions())

@@ -191,6 +191,15 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> Non
         assert "data: [DONE]" in told
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_ends_all_texts_of_its_request(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(served.state, "answer_s", 0.0)
+    with served.client() as http:
+        http.post("/v1/completions", json={**ENDLESS, "prompt": ["The keeper", "A ship"], "stream": stream})
+        last = http.get("/status?last=2").json()["last"]
+    assert [(record["state"], bool(record["error"])) for record in last] == [("failed", True)] * 2
+
+
 def test_unknown_routes_and_methods_say_so(served: Served) -> None:
     with served.client() as http:
         for path in ("/v1/none", "/chat/completions", "/messages", "/api/tags"):  # a URL without /v1; other APIs' clients
