@@ -13,7 +13,8 @@ from .errors import refused
 
 Text = Annotated[str, Field(max_length=64 << 20)]
 # lists tell of the first wrong element: an error for each takes 300 times the memory of a body's shortest ones
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# and a body's shortest objects are a million, which stop all answers for seconds: Anthropic's API takes as many messages
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=100_000)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Messages = Annotated[Objects, Field(examples=[[{"role": "user", "content": "When is high water?"}]])]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
