@@ -33,7 +33,8 @@ def draft(model: HFModel, running: Running, most: int) -> list[int]:
     if model.regime(length + most) != running.scope.regime:
         return []
     ids, guide = running.ids.array(), running.decoding.guide
-    known = guide.forced()[:most] if guide else []
+    scored = asked.sampling.logprobs is not None  # what is replayed for its time alone is guessed, as the answer was
+    known = guide.forced()[:most] if guide else list(running.decoding.forced)[:most] if scored else []
     return known + repeated(np.concatenate([ids, as_ids(known)]))[: most - len(known)]
 
 

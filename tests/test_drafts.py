@@ -103,6 +103,15 @@ def test_what_a_grammar_forces_takes_no_forward(monkeypatch: pytest.MonkeyPatch)
     assert fewer < alone - 8
 
 
+def test_forced_tokens_that_are_scored_are_known() -> None:
+    with engine() as running:
+        plain, scored = (
+            running.generate(ASKED, sampling=decode(24, forced="At four! Who? I say.", draft_tokens=n, logprobs=1)) for n in (0, 7)
+        )
+        assert scored.logprobs == plain.logprobs
+        assert scored.receipt.drafted_tokens >= 7 > plain.receipt.drafted_tokens
+
+
 def test_agents_that_decode_share_the_rows() -> None:
     with engine() as running:
         alone = [running.generate(chat(f"{n} " * 20), sampling=decode(24, draft_tokens=0)).ids for n in range(10)]

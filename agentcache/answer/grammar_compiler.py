@@ -64,7 +64,7 @@ class GrammarCompiler:
         if found is None:
             found = self._compile(key, constraint, callable_tools, library)
             self._compiled.put(namespace, key, found)
-        if found.need > (LONGEST if max_tokens is None else max_tokens):
+        if found.need > (LONGEST if max_tokens is None else min(max_tokens, LONGEST)):
             raise ConfigError(
                 f"max_tokens={max_tokens!r}: the shortest answer of the prescribed form that was found has {found.need} tokens: raise it"
                 if found.need <= LONGEST

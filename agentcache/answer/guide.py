@@ -127,7 +127,7 @@ class Guide:
     def accept(self, token: int) -> str:
         """Note the token that was chosen; what went wrong, if something did."""
         if not self._matcher.consume_token(token):
-            return str(self._matcher.get_error()) or f"token {token} is not allowed here"
+            return str(self._matcher.get_error()).partition("\n")[0] or f"token {token} is not allowed here"  # then: its state, the grammar
         self._left -= 1
         text = self._vocabulary.tokens[token]
         if _STRUCTURE.search(text):

@@ -81,18 +81,19 @@ class Renderer:
         volatile: Volatile = (),
         **given: Any,
     ) -> Layout:
-        """The prompt of `messages` (or of a raw string) as ids and spans, which must not be modified. given: as of `Options`."""
+        """The prompt of `messages`, a raw string or token ids as ids and spans, which must not be modified. given: as of `Options`."""
         options = Options(**given)
         texts: tuple[Message, ...] = ()
         if volatile != ():
             from .declared import brought
 
             texts = brought(volatile)
-        if texts and (options.rendering == "stock" or isinstance(messages, str)):
+        raw = isinstance(messages, str) or (isinstance(messages, list) and {*map(type, messages)} == {int})
+        if texts and (options.rendering == "stock" or raw):
             raise MessageError(
                 f"volatile={shown(volatile)}: a string prompt and rendering='stock' are shown as given; write it there yourself"
             )
-        if isinstance(messages, str):
+        if raw or isinstance(messages, str):
             return self._render_text(messages, tools, options)
 
         def render(listed: Sequence[Message | Mapping[str, Any]]) -> Rendered:
@@ -289,11 +290,16 @@ class Renderer:
 
             check_length(text, SPARSE * most_tokens, most_tokens, self._encoder)
 
-    def _render_text(self, text: str, tools: Sequence[Any], options: Options) -> Layout:
+    def _render_text(self, text: Any, tools: Sequence[Any], options: Options) -> Layout:
         if tools:
             raise MessageError("a string prompt cannot show tools: write them into the prompt or pass a list of messages")
         if not text:
             raise MessageError("the prompt '' is empty: give at least one character")
+        if not isinstance(text, str):
+            known = range(len(self._tokenizer))
+            if odd := [(number, one) for number, one in enumerate(text) if one not in known]:
+                raise MessageError(f"messages[{odd[0][0]}]={shown(odd[0][1])}: is no id of the tokenizer, which has {len(known)} tokens")
+            return Layout(text, (Span("text", 0, len(text)),), self._tokenizer.decode(text))
         self._check_length(text, options.most_tokens)
         encoded, spent = self._encode(options.namespace, text)
         self._memory.keep(options.namespace, encoded)

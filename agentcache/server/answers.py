@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,13 +41,14 @@ ANSWER = "x_agentcache"  # the receipt's name in answers, and in the last event 
 
 @dataclass(eq=False)
 class Answer:
-    """One running answer. id: what its receipt is found by."""
+    """One running answer. id: what its receipt is found by. others: answers of the same request, which fail with it."""
 
     id: str
     stream: Stream
     engine: Engine
     record: Record
     created: int = field(default_factory=lambda: int(time.time()))
+    others: Sequence[Answer] = ()
 
     @property
     def fingerprint(self) -> str | None:
@@ -59,6 +60,11 @@ class Answer:
         """The answer is whole: its receipt, under its name."""
         self.record.end(self.stream.receipt)
         return {ANSWER: self.record.as_dict()}
+
+    def fail(self, error: str) -> None:
+        """The request will not be answered."""
+        for each in (self, *self.others):
+            each.record.fail(error)
 
     async def completion(self) -> Completion:
         """The whole result, without holding a thread."""
@@ -115,12 +121,12 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     try:
         told = await _unless_gone(state, request, work, state.answer_s)
     except TimeoutError as error:
-        answer.record.fail("timeout")
+        answer.fail("timeout")
         raise _late(state) from error
     except CancelledError:
         raise
     except AgentCacheError as error:
-        answer.record.fail(str(error))
+        answer.fail(str(error))
         raise
     return Json({**told, **answer.told()})
 
@@ -182,7 +188,7 @@ class EventStream(Response):
 
     async def _tell(self, send: Send, group: TaskGroup) -> None:
         """Send the answer or its error, then the end."""
-        state, record, error = self._state, self._answer.record, None
+        state, error = self._state, None
         with CancelScope(deadline=current_time() + state.answer_s) as bound:
             group.start_soon(_cancel_after, state.closing.wait, bound)
             try:
@@ -191,12 +197,12 @@ class EventStream(Response):
             except (AgentCacheError, ServerError) as failure:
                 error = ServerError.of(failure) if isinstance(failure, AgentCacheError) else failure
             else:
-                record.end(self._answer.stream.receipt)
+                self._answer.record.end(self._answer.stream.receipt)
         if bound.cancelled_caught:
             error = _closing() if state.closing.is_set() else _late(state)
         last = self._end
         if error is not None:
-            record.fail(error.detail)
+            self._answer.fail(error.detail)
             last = self._failed(error) + last
         end = max(bound.deadline, current_time()) + FAREWELL_S
         with CancelScope(deadline=end):  # a client that reads no more holds no place among the running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -91,8 +92,8 @@ class Gate:
 
     def _check_host(self, host: str) -> None:
         """A page of another site must not reach a server that asks for no key, by a name that was made to lead here."""
-        name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
-        if not self._state.tenants.asks_for_keys and name.strip("[]").lower() not in LOCAL:
+        name = re.sub(r"(?<!:):\d*$", "", host).strip("[]").lower()
+        if not self._state.tenants.asks_for_keys and name not in LOCAL:
             raise ServerError(403, f"host {host!r} is not one of this machine: give --keys to serve other hosts", code="forbidden_host")
 
     def _check_size(self, size: int) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 
 from .. import __version__
+from ..errors import GenerationError
 from ..types import Reason
 from .answers import EVENTS, running, sse
 from .chat import chat, with_role
@@ -151,7 +152,13 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
 
     def warm() -> ToolGroup:
         named: dict[str, Any] = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
-        made = engine.warm(group.system or None, group.tools, **named)
+        deleted = engine.store.deletions.generation
+        try:
+            made = engine.warm(group.system or None, group.tools, **named)
+        except GenerationError as error:
+            if engine.store.deletions.generation == deleted:
+                raise
+            raise ServerError(503, str(error), kind="server_error", code="group_forgotten", headers={"Retry-After": "1"}) from error
         if group.pinned:
             tenant.check_pins(made, engine)
         else:

@@ -6,6 +6,7 @@ import codecs
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..answer.call_forms import load
-from ..types import Logprob, Message
+from ..errors import ContextOverflowError
+from ..types import Logprob, Message, Sampling
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError, refused
 from .schemas import Body, ChatBody, CompletionBody, StreamOptions, constraint_of, schema_of, thinking_of
@@ -54,8 +56,8 @@ async def chat(body: ChatBody, request: Request, state: Serving, tenant: Caller)
         return EventStream(state, stack.pop_all(), answer, events, failed=failed_event, end=DONE)
 
 
-def asking(body: Body, prompt: str | list[dict[str, Any]], tools: Sequence[Any] = (), **options: Any) -> Callable[[Engine, str], Stream]:
-    """The call of an engine that answers a body, under a namespace."""
+def asking(body: Body, prompt: Any, tools: Sequence[Any] = (), **options: Any) -> Callable[[Engine, str], Stream]:
+    """The call of an engine that answers a body, under a namespace. prompt: messages, a text or token ids."""
 
     def ask(engine: Engine, namespace: str) -> Stream:
         volatile = tuple(body.volatile or ())
@@ -187,31 +189,75 @@ async def logprobs_of(engine: Engine, logprobs: Sequence[Logprob]) -> list[dict[
 
 @router.post("/completions", tags=["openai"], responses=EVENTS)
 async def complete(body: CompletionBody, request: Request, state: Serving, tenant: Caller) -> Response:
-    """Continue a text, or each of several: the answers are computed together."""
+    """Continue a text, or each of several: the answers are computed together. `echo` tells the prompts, too."""
     body.check_neutral()
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    prompts: list[str | list[int]] = list(body.prompt)  # type: ignore[arg-type]
+    if body.echo and body.stream:
+        raise refused("stream", True, "an answer with echo is told whole")
+    if body.echo and body.logprobs is not None and body.stop:
+        raise refused("stop", body.stop, "cannot be honoured beside echo and logprobs: leave it out")
+    if body.max_tokens == 0 and not body.echo:
+        raise refused("max_tokens", 0, "must be at least 1 without echo")
     if len(prompts) > (most := state.tenants.most(tenant)):
         raise refused("prompt", f"{len(prompts)} texts", f"at most {most} are computed at once: send fewer")
 
-    sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)
+    sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens or 1, body.stop, body.logprobs)
     async with AsyncExitStack() as stack:
         answers: list[Answer] = []
         for prompt in prompts:
-            answers.append(await opened(state, request, stack, body.model, "cmpl", asking(body, prompt, sampling=sampling)))
+            answers.append(await opened(state, request, stack, body.model, "cmpl", _continuing(body, prompt, sampling)))
+        answers[0].others = answers[1:]
         if not body.stream:
-            return await whole(state, request, answers[0], _text_whole(answers))
+            return await whole(state, request, answers[0], _text_whole(answers, body, prompts))
         events = _text_events(answers, body.stream_options or StreamOptions())
         return EventStream(state, stack.pop_all(), answers[0], events, failed=failed_event, end=DONE)
 
 
-async def _text_whole(answers: Sequence[Answer]) -> Mapping[str, Any]:
+def _ids(engine: Engine, prompt: str | list[int], namespace: str) -> list[int]:
+    """Token ids of a prompt."""
+    return list(engine.renderer.render(prompt, namespace=namespace, most_tokens=engine.model.context_tokens).ids)  # type: ignore[arg-type]
+
+
+def _continuing(body: CompletionBody, prompt: str | list[int], sampling: Sampling) -> Callable[[Engine, str], Stream]:
+    """The call of an engine that continues a prompt. To be told of its tokens, it is decoded as a forced answer to the first of them."""
+
+    def ask(engine: Engine, namespace: str) -> Stream:
+        given, settings = prompt, sampling
+        if body.echo and body.logprobs is not None:
+            ids, most, context = _ids(engine, prompt, namespace), sampling.max_tokens, engine.model.context_tokens
+            if len(ids) + most > context:
+                raise ContextOverflowError(len(ids), context, most)
+            forced, end = tuple(ids[1:]), len(ids) - 1 + most
+            given, settings = ids[:1], replace(sampling, forced=forced, max_tokens=end, ignore_eos=most == 1)
+        return asking(body, given, sampling=settings)(engine, namespace)
+
+    return ask
+
+
+async def _text_whole(answers: Sequence[Answer], body: CompletionBody, prompts: Sequence[str | list[int]]) -> Mapping[str, Any]:
     """Receipts of all but the first one stand in their choices."""
     done = [await answer.completion() for answer in answers]
-    choices = [
-        await _text_choice(index, answer, completion.text, completion) | (answer.told() if index else {})
-        for index, (answer, completion) in enumerate(zip(answers, done))
-    ]
-    return {**_head(answers[0], "text_completion"), "choices": choices, "usage": _sum([completion.usage for completion in done])}
+    told = [await anyio.to_thread.run_sync(_told, *each) for each in zip([body] * len(done), answers, prompts, done)]
+    choices = [choice | {"index": index} | (answers[index].told() if index else {}) for index, (choice, _) in enumerate(told)]
+    return {**_head(answers[0], "text_completion"), "choices": choices, "usage": _sum([usage for _, usage in told])}
+
+
+def _told(body: CompletionBody, answer: Answer, prompt: str | list[int], done: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The choice of one prompt, with the prompt before it if it is to be echoed; and its usage."""
+    finish, engine = "length" if done.finish_reason == "length" else "stop", answer.engine
+    choice: dict[str, Any] = {"index": 0, "text": done.text, "logprobs": _text_logprobs(engine, done.logprobs), "finish_reason": finish}
+    if not body.echo:
+        return choice, done.usage
+    ids, scored, text = _ids(engine, prompt, answer.record.namespace), body.logprobs is not None, done.text
+    start = len(ids) - 1 if scored else 0  # of the answer among the decoded tokens
+    new = done.ids[start:][: body.max_tokens]
+    if scored:
+        choice["logprobs"] = _text_logprobs(engine, done.logprobs[: start + len(new)], ids[:1])
+        said = [token_bytes(engine.tokenizer, token) for token in new if token not in engine.tokenizer.all_special_ids]
+        text = b"".join(said).decode("utf-8", "replace")
+    before = prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(ids))
+    usage = {**done.usage, "prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
+    return {**choice, "text": before + text if new else before}, usage
 
 
 async def _text_events(answers: Sequence[Answer], options: StreamOptions) -> AsyncIterator[str]:
@@ -233,7 +279,7 @@ async def _text_events(answers: Sequence[Answer], options: StreamOptions) -> Asy
 async def _text_choice(index: int, answer: Answer, text: str, done: Completion | None = None) -> dict[str, Any]:
     """done: of the last piece."""
     finish = None if done is None else "length" if done.finish_reason == "length" else "stop"
-    logprobs = None if done is None else await anyio.to_thread.run_sync(_text_logprobs, answer.engine, done)
+    logprobs = None if done is None else await anyio.to_thread.run_sync(_text_logprobs, answer.engine, done.logprobs)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -243,17 +289,18 @@ def _sum(counts: Sequence[Any]) -> Any:
     return sum(counts)
 
 
-def _text_logprobs(engine: Engine, completion: Completion) -> dict[str, Any] | None:
-    """The older shape of log-probabilities, in four lists; None if none were asked for."""
-    if not completion.logprobs:
+def _text_logprobs(engine: Engine, logprobs: Sequence[Logprob], first: Sequence[int] = ()) -> dict[str, Any] | None:
+    """The older shape of log-probabilities, in four lists; None if none were asked for. first: a token before them that has none."""
+    if not logprobs and not first:
         return None
-    said = [token_bytes(engine.tokenizer, one.token) for one in completion.logprobs]
+    said = [token_bytes(engine.tokenizer, token) for token in (*first, *(one.token for one in logprobs))]
     whole = codecs.getincrementaldecoder("utf-8")("replace")  # a character stands where its last byte comes
     ends = accumulate(len(whole.decode(each)) for each in said)
-    top = [{shown(token_bytes(engine.tokenizer, token)): value for token, value in one.top} for one in completion.logprobs]
+    none = [None] * len(first)
+    top = [{shown(token_bytes(engine.tokenizer, token)): value for token, value in one.top} for one in logprobs]
     return {
         "tokens": [shown(each) for each in said],
-        "token_logprobs": [one.logprob for one in completion.logprobs],
-        "top_logprobs": top,
+        "token_logprobs": [*none, *(one.logprob for one in logprobs)],
+        "top_logprobs": [*none, *top],
         "text_offset": [0, *ends][:-1],
     }

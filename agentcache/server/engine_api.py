@@ -18,7 +18,7 @@ from ..model_facts import ModelFacts
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
 from .answers import EVENTS, Answer, EventStream, opened, running, sse
 from .chat import failed_event
-from .schemas import Messages, Objects, Strict, Text, Texts
+from .schemas import Ids, Messages, Objects, Strict, Text, Texts
 from .served_models import adapter_of
 from .state import ServerState, Serving
 from .tenants import Tenant
@@ -91,7 +91,7 @@ class RenderBody(EngineBody):
 class DecodeBody(EngineBody):
     """POST /v1/engine/decode."""
 
-    ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
+    ids: Ids
 
 
 class ReleaseBody(EngineBody):

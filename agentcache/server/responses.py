@@ -36,10 +36,10 @@ async def respond(body: ResponseBody, request: Request, state: Serving, tenant: 
         if name not in INCLUDED:
             raise refused("include", name, f"only {' or '.join(map(repr, INCLUDED))} can be honoured")
     namespace = tenant.namespace
-    before: Items = []
+    before, chars = Items(), 0
     if body.previous_response_id is not None:
         earlier = state.responses.find(namespace, body.previous_response_id)
-        before = [*earlier.before, *earlier.input, *earlier.response["output"]]
+        before, chars = [*earlier.before, *earlier.input, *earlier.response["output"]], earlier.conversation_chars
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     given = state.responses.resolved(namespace, given)
     messages = messages_of([*before, *given], body.instructions)
@@ -56,7 +56,7 @@ async def respond(body: ResponseBody, request: Request, state: Serving, tenant: 
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                state.responses.put(namespace, answer.id, StoredResponse(response, [_with_id(item) for item in given], before))
+                state.responses.put(namespace, answer.id, StoredResponse(response, [_with_id(item) for item in given], before, chars))
 
         writer = ResponseWriter(answer, body, keep)
         if body.stream:

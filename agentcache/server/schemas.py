@@ -13,8 +13,10 @@ from .errors import refused
 
 Text = Annotated[str, Field(max_length=64 << 20)]
 # lists tell of the first wrong element: an error for each takes 300 times the memory of a body's shortest ones
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# and a body's shortest objects are a million, which stop all answers for seconds: Anthropic's API takes as many messages
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=100_000)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 Messages = Annotated[Objects, Field(examples=[[{"role": "user", "content": "When is high water?"}]])]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Most = Annotated[int | None, Field(ge=1)]  # tokens of an answer
@@ -30,7 +32,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these va
     "speed": ("standard",),
     "truncation": ("disabled",),
     "background": (False,),
-    "echo": (False,),
     "verbosity": ("medium",),
 }
 
@@ -154,17 +155,23 @@ class ChatBody(Body):
         return self.reasoning_effort or asked.effort or ("medium" if asked.enabled else None)
 
 
-def _texts(prompt: Any) -> Any:
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt)):
-        raise ValueError("must be a text, or a list of texts: token ids cannot be read")
-    return prompt
+def _are_ids(said: Any) -> bool:
+    return isinstance(said, list) and bool(said) and all(type(one) is int and 0 <= one < 1 << 31 for one in said)
+
+
+def _prompts(said: Any) -> Any:
+    """A list of prompts, of one where it is no list."""
+    given = said if isinstance(said, list) and type(next(iter(said), None)) is not int else [said]
+    if not given or not all(isinstance(one, str) or _are_ids(one) for one in given):
+        raise ValueError("must be a text or token ids, or a list of them")
+    return given
 
 
 class CompletionBody(Body):
     """POST /v1/completions: raw prompts, without a chat template."""
 
-    prompt: Annotated[Text | list[Text], BeforeValidator(_texts)]
-    max_tokens: Most = None
+    prompt: Annotated[list[Text | Ids] | Text | Ids, BeforeValidator(_prompts)]
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
     stop: str | Texts | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     stream_options: StreamOptions | None = None

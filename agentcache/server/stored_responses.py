@@ -9,7 +9,7 @@ from typing import Any
 from ..namespace_lru import NamespaceLRU
 from .errors import ServerError
 
-STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of them and their input
+STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of their conversations
 Items = list[dict[str, Any]]
 REFERENCE = "item_reference"  # the type of an item that stands for a stored one
 
@@ -21,11 +21,17 @@ class StoredResponse:
     response: dict[str, Any]
     input: Items
     before: Items
+    before_chars: int = 0
 
     @property
     def chars(self) -> int:
-        """Characters that it takes to remember it."""
-        return len(json.dumps([self.response, self.input]))
+        """Characters that it takes to remember it, alone: the responses before it may be forgotten."""
+        return len(json.dumps([self.response, self.input])) + self.before_chars
+
+    @property
+    def conversation_chars(self) -> int:
+        """Characters of what a later response has before it."""
+        return len(json.dumps([self.input, self.response["output"]])) + self.before_chars
 
 
 class StoredResponses(NamespaceLRU[str, StoredResponse]):

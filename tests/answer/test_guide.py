@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,9 +160,16 @@ def test_a_thought_leaves_half_of_the_tokens() -> None:
         assert not guide.cut
 
 
-def test_what_never_ends_is_refused_at_the_start() -> None:
+@pytest.mark.parametrize("max_tokens", [100, 10_000])
+def test_what_never_ends_is_refused_at_the_start(max_tokens: int) -> None:
     with pytest.raises(ConfigError, match="no answer of the prescribed form was found that ends; simplify"):
-        grammars().guide(Constraint(grammar='start: "a" start'), [], "", max_tokens=100)
+        grammars().guide(Constraint(grammar='start: "a" start'), [], "", max_tokens=max_tokens)
+
+
+def test_an_error_of_the_grammar_is_told_without_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = grammars().guide(Constraint(regex="ab"), [], "", max_tokens=10)
+    monkeypatch.setattr(guide, "_matcher", SimpleNamespace(consume_token=lambda token: False, get_error=lambda: "too many\n<state>\n{}"))
+    assert guide.accept(1) == "too many"
 
 
 @pytest.mark.parametrize(

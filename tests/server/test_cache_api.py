@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,24 @@ def test_listing_groups_looks_at_no_weights(served: Served, monkeypatch: pytest.
     with served.client() as http:
         (group,) = http.get("/tools").json()["groups"]
     assert (group["prefix_tokens"], looks) == (made["prefix_tokens"], [])
+
+
+def test_a_group_forgotten_while_computed_may_be_sent_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = served.state.models.first.engine
+    assert engine is not None
+    warm, body = engine.warm, {"name": "long", "system": SYSTEM * 8}
+
+    def during(done: int, total: int) -> None:
+        if done < total:
+            engine.forget(namespace="default")
+
+    monkeypatch.setattr(engine, "warm", partial(warm, on_progress=during))
+    with served.client() as http:
+        answer = http.post("/tools", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        monkeypatch.undo()
+        assert http.post("/tools", json=body).status_code == 200
+        assert http.delete("/tools/long").status_code == 200
 
 
 def test_forgetting_takes_the_stored_responses(served: Served) -> None:

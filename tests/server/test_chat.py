@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache import Sampling
 from agentcache.server.chat import with_role
 from agentcache.server.schemas import ChatBody
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
@@ -160,14 +161,48 @@ def test_texts_of_a_list_are_streamed(served: Served) -> None:
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
+def test_an_echoed_prompt_has_log_probabilities(served: Served) -> None:
+    engine, text = served.state.models.first.engine, "The keeper of the «light»"
+    assert engine is not None
+    ids = list(engine.renderer.render(text).ids)
+    body = {"prompt": [ids, text], "echo": True, "logprobs": 1, "max_tokens": 3}
+    with served.client() as http:
+        plain = http.post("/v1/completions", json={"prompt": text, "logprobs": 1, "max_tokens": 3}).json()
+        first, second = (told := http.post("/v1/completions", json=body).json())["choices"]
+        none = http.post("/v1/completions", json={**body, "max_tokens": 0}).json()
+    assert first["logprobs"] == second["logprobs"]
+    assert first["text"] == second["text"] == text + plain["choices"][0]["text"]
+    assert [len(each) for each in first["logprobs"].values()] == [len(ids) + 3] * 4
+    assert first["logprobs"]["token_logprobs"][len(ids) :] == plain["choices"][0]["logprobs"]["token_logprobs"]
+    for place in (1, len(ids) - 1):  # each as if the prompt ended before it
+        one = engine.generate(ids[:place], sampling=Sampling(forced=(ids[place],), max_tokens=1, logprobs=0), reuse="off")
+        assert first["logprobs"]["token_logprobs"][place] == one.logprobs[0].logprob
+    assert told["usage"] == {**told["usage"], "prompt_tokens": 2 * len(ids), "completion_tokens": 6}
+    assert none["choices"][0]["text"] == text
+    assert none["choices"][0]["logprobs"]["token_logprobs"] == first["logprobs"]["token_logprobs"][: len(ids)]
+
+
+@pytest.mark.parametrize("more", [{"stream": True, "echo": True}, {"stop": "a", "echo": True, "logprobs": 1}, {"max_tokens": 0}])
+def test_what_cannot_be_echoed_is_refused(served: Served, more: dict[str, Any]) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": "The keeper", **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
+
+
+def test_ids_that_the_model_has_not_are_refused(served: Served) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": [1 << 20], "max_tokens": 1})
+    assert "messages[0]=1048576: is no id of the tokenizer" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([], "must be a text, or a list of texts"),
-        ([[464, 10]], "token ids cannot be read"),
+        ([], "must be a text or token ids, or a list of them"),
+        ([[464, "a"]], "must be a text or token ids, or a list of them"),
         (["The keeper"] * 17, "prompt='17 texts': at most 16 are computed at once: send fewer"),
     ],
-    ids=["none", "tokens", "many"],
+    ids=["none", "mixed", "many"],
 )
 def test_prompts_that_are_none_are_refused(served: Served, prompt: list[Any], said: str) -> None:
     with served.client() as http:

@@ -153,9 +153,11 @@ def test_a_request_with_a_fault_runs_no_more(served: Served, monkeypatch: pytest
         (ToolsBody, {"name": "x", "tools": [0, 0]}),
         (StreamBody, {"messages": [], "tools": [0, 0]}),
         (DecodeBody, {"ids": [-1, -1]}),
+        (ChatBody, {"messages": [{}] * 100_001}),
+        (StreamBody, {"messages": [], "tools": [{}] * 100_001}),
     ],
 )
-def test_of_many_wrong_elements_the_first_is_told(kind: type[BaseModel], body: dict[str, Any]) -> None:
+def test_of_many_elements_one_error_is_told(kind: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:  # 16 million elements fit into a body, and each error takes 600 bytes
         kind.model_validate(body)
     assert refused.value.error_count() == 1
@@ -173,7 +175,7 @@ def test_counting_and_probing_take_a_place(served: Served) -> None:
         http.post("/tools", json={"name": "desk", "system": "You help at a desk."})
         for _ in range(16):
             places.enter_context(served.state.tenants.admit(next(iter(served.state.tenants))))
-        asked = {"messages": [{"role": "user", "content": "hi"}]}  # each may hold 32 MiB to tokenise: 6 GB
+        asked = {"messages": [{"role": "user", "content": "hi"}]}  # each may hold 16 MiB to tokenise: 3 GB
         query = {"group": "desk", "question": "?"}
         for path, body in (("/v1/messages/count_tokens", asked), ("/v1/cache/probe", asked), ("/query", query)):
             answer = http.post(path, json=body)
@@ -189,6 +191,15 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> Non
         told = http.post("/v1/completions", json=ENDLESS).text
         assert '"code":"timeout"' in told
         assert "data: [DONE]" in told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_ends_all_texts_of_its_request(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(served.state, "answer_s", 0.0)
+    with served.client() as http:
+        http.post("/v1/completions", json={**ENDLESS, "prompt": ["The keeper", "A ship"], "stream": stream})
+        last = http.get("/status?last=2").json()["last"]
+    assert [(record["state"], bool(record["error"])) for record in last] == [("failed", True)] * 2
 
 
 def test_unknown_routes_and_methods_say_so(served: Served) -> None:

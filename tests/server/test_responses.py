@@ -157,6 +157,14 @@ def test_a_response_is_stored_only_if_it_may_be(served: Served) -> None:
         api.responses.create(**ASKED, previous_response_id=response.id)
 
 
+def test_a_stored_response_counts_its_conversation(served: Served) -> None:
+    api = served.openai(strict=True)
+    first = api.responses.create(model="embedded", input=SYSTEM, max_output_tokens=1)
+    then = api.responses.create(model="embedded", input="And then?", max_output_tokens=1, previous_response_id=first.id)
+    third = api.responses.create(model="embedded", input="And then?", max_output_tokens=1, previous_response_id=then.id)
+    assert served.state.responses.find("default", third.id).chars > len(SYSTEM), "it has it still where the first one is forgotten"
+
+
 def test_stored_responses_are_bounded_with_their_instructions_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentcache.server.stored_responses.STORED_CHARS", 10_000)
     kept = StoredResponses()

@@ -133,6 +133,8 @@ def test_requests_at_once_are_bounded(keyed: Served) -> None:
 def test_another_host_is_refused_without_keys(served: Served, keyed: Served) -> None:
     with served.client() as http:
         assert http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+        assert http.get("/health", headers={"Host": "[::1].evil.example"}).status_code == 403
+        assert http.get("/health", headers={"Host": "[::1]"}).status_code == 200
         assert http.get("/health", headers={"Host": "LocalHost:1"}).status_code == 200
     with keyed.client(BOB) as http:
         assert http.get("/v1/models", headers={"Host": "models.example"}).status_code == 200
