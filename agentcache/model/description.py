@@ -151,7 +151,8 @@ class _Description:
         """One outside of the model's tree, or around which a patch was put: its settings, tensors and children."""
         own = module.__dict__
         plain = {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
-        parts = (plain, own["_parameters"], own["_buffers"], own["_modules"], own["_forward_hooks"], own["_forward_pre_hooks"])
+        hooks = [list(own[name].values()) for name in ("_forward_hooks", "_forward_pre_hooks")]  # their keys count all hooks of the process
+        parts = (plain, own["_parameters"], own["_buffers"], own["_modules"], *hooks)
         return f"{self.of(type(module), depth)} {[self.of(part, depth) for part in parts]}"
 
     def _object(self, thing: Any, depth: int) -> str:

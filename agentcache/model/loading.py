@@ -152,10 +152,13 @@ def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
     parameters = dict(made.named_parameters())
     missing = [name for name in found["missing_keys"] if name in parameters]
     # biases and norms that a checkpoint leaves out have a neutral value; transformers leaves out the magnitudes of a DoRA, which have none
-    if random := sorted(name for name in missing if parameters[name].ndim > 1 or ".lora_" in name):
-        from .unreadable import lost
+    random = sorted(name for name in missing if parameters[name].ndim > 1 or ".lora_" in name)
+    scales = sorted(name for name in found["unexpected_keys"] if ".weight_scale" in name)  # of quantised weights that were read without
+    places = {name.rpartition(".weight_scale")[0].partition(".experts.")[0] + "." for name in scales}
+    if random or any(name.startswith(tuple(places)) for name in parameters):
+        from .unreadable import lost, unscaled
 
-        raise ValueError(lost(random, type(made).__name__))
+        raise ValueError(lost(random, type(made).__name__) if random else unscaled(scales))
     return with_soft_caps(made)
 
 

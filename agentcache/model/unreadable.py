@@ -39,12 +39,23 @@ def said(error: BaseException) -> str:
         return f"a file of JSON beside its weights, which begins {error.doc[:42]!r}, is damaged ({error}): download it again"
     if isinstance(error, KeyError):  # which says the key alone
         return f"KeyError: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it needs the Python package {error.name.partition('.')[0]!r}, which is not installed: install it"
     text = str(error)
     if "ignore_mismatched_sizes" in text:
         return "shapes of its weights are not those of its config.json: transformers' report above lists them"
     if text.startswith("Error parsing line") and "git-lfs" not in text and find_spec("sentencepiece") is None:  # read as tiktoken's, then
         return f"{text}, which sentencepiece reads: pip install sentencepiece protobuf"
     return text.partition(MARK)[0].strip().rstrip(".")
+
+
+def unscaled(names: Sequence[str]) -> str:
+    """Scales of quantised weights that a model has no place for, in words. names: theirs, in order."""
+    some = f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
+    return (
+        f"transformers does not read the scales {some} of its quantised weights, which would be wrong numbers without them: "
+        "take the checkpoint whose weights are not quantised, or are by compressed-tensors"
+    )
 
 
 def lost(names: Sequence[str], kind: str) -> str:

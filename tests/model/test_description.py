@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from agentcache.model.attention_interface import rotary_hook
 from agentcache.model.fingerprint import Fingerprint
 from agentcache.types import Reason
 from tests import models
@@ -147,6 +148,21 @@ def test_adapters_are_told_by_content_alone() -> None:
         with adapted(models.build("llama")) as wrapped:
             found.append(Fingerprint(wrapped.get_base_model(), "aten").whole)
     assert found[0] == found[1]
+
+
+def test_hooks_made_before_do_not_count_in_patched_forwards() -> None:
+    found = []
+    for _ in range(2):  # torch numbers the hooks of a process; libraries that move weights put a forward around each module
+        model = models.build("llama")
+        rotary = model.model.rotary_emb
+        rotary.register_forward_hook(rotary_hook)
+        rotary.forward = types.MethodType(_forward, rotary)
+        found.append(Fingerprint(model, "aten").whole)
+    assert found[0] == found[1]
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def test_a_patched_function_of_torch_is_never_labelled_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:

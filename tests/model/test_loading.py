@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from agentcache.errors import ConfigError, ModelLoadError
 from agentcache.model import unreadable
@@ -49,6 +51,33 @@ def test_a_sentencepiece_model_names_the_library(tmp_path: Path, monkeypatch: py
 
 def test_a_key_that_is_missing_is_called_one() -> None:
     assert said(KeyError("mrope")) == "KeyError: 'mrope'"
+
+
+def test_a_package_that_is_missing_is_called_one() -> None:
+    error = ModuleNotFoundError("No module named 'torchao.quantization'", name="torchao.quantization")
+    assert said(error) == "it needs the Python package 'torchao', which is not installed: install it"
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "modelopt", "quant_algo": "FP8"}, None], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_without_their_scales_are_refused(family: str, config: dict[str, str] | None, tmp_path: Path) -> None:
+    models.build(family).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = [name for name in weights if name.endswith("weight") and weights[name].ndim == 2 and (".experts." in name or family == "llama")]
+    for name in [name for name in names if ".layers." in name]:  # as NVIDIA's and vLLM's tools write one scale for each weight
+        weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(0.01)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | ({"quantization_config": config} if config else {})))
+    with pytest.raises(ModelLoadError, match=r"does not read the scales 'model.layers.0.*weight_scale' and \d+ more"):
+        load(tmp_path, models.toy_tokenizer())
+
+
+def test_scales_of_layers_that_are_not_loaded_are_left_out(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") | {"model.layers.9.mlp.up_proj.weight_scale": torch.ones(1)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    load(tmp_path, models.toy_tokenizer())
 
 
 def test_a_damaged_file_of_the_tokenizer_is_named(tmp_path: Path) -> None:
