@@ -119,6 +119,7 @@ WRONG = [
     ({"model_kwargs": {"cache_dir": "/hub"}}, "cache_dir='/hub' in model_kwargs: is the Hugging Face Hub's, set HF_HUB_CACHE"),
     ({"token": "hf_secret", "use_auth_token": "hf_other"}, r"^token=\.\.\. and use_auth_token=\.\.\. are one setting"),
     ({"return_full_text": True}, "return_full_text=True: ChatAgentCache answers with the completion alone"),
+    ({"api_key": "sk-1"}, r"^api_key=\.\.\.: is for base_url=, the address of an `agentcache serve`"),
     ({"max_retries": -1}, "max_retries=-1: input should be greater than or equal to 0"),
     ({"num_predict": "many"}, r"max_tokens='many': .* \(num_predict is max_tokens here\)"),
     ({"torch_dtype": "float3", "max_new_tokens": "x"}, r"\(max_new_tokens is max_tokens here\)"),
@@ -139,6 +140,9 @@ def test_refused_in_calls_too(chat: Any) -> None:
     for given in ("low", "off", {"effort": "low"}):
         with pytest.raises(errors.ModelInvalidRequestError, match="reasoning=.*: must be a boolean; reasoning= takes True or False"):
             chat().invoke(ASKED, reasoning=given)
+    for name in ("quantization_config", "llm", "pipeline", "tokenizer"):
+        with pytest.raises(errors.ModelInvalidRequestError, match=f"{name}=<object"):
+            chat().invoke(ASKED, **{name: object()})
     assert chat().bind(max_tokens=5).invoke(ASKED, max_new_tokens=5).usage_metadata["output_tokens"] == 5
 
 
@@ -187,7 +191,15 @@ def test_what_changes_nothing_is_not_told(chat: Any) -> None:
         chat(**said, num_ctx=4000).invoke(ASKED, **said, num_ctx=4000, tokenizer=None)
 
 
+def test_none_in_a_call_says_nothing(chat: Any) -> None:
+    model = chat(max_tokens=3, temperature=0.5)
+    sampling = model._sampling(None, model._call({"num_predict": None, "temperature": None}))
+    assert (sampling.max_tokens, sampling.temperature) == (3, 0.5)
+
+
 def test_a_setting_of_the_model_is_told_in_a_call(chat: Any) -> None:
+    with pytest.warns(UserWarning, match=r"ignores api_key=\.\.\. of a call: it is a setting of the whole model"):
+        chat(max_tokens=1).invoke(ASKED, api_key="sk-2")
     with pytest.warns(UserWarning, match="ignores num_ctx=30 of a call: it is a setting of the whole model"):
         chat(max_tokens=1).invoke(ASKED, max_length=30)
 
