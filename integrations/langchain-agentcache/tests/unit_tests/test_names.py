@@ -119,7 +119,6 @@ WRONG = [
     ({"model_kwargs": {"cache_dir": "/hub"}}, "cache_dir='/hub' in model_kwargs: is the Hugging Face Hub's, set HF_HUB_CACHE"),
     ({"token": "hf_secret", "use_auth_token": "hf_other"}, r"^token=\.\.\. and use_auth_token=\.\.\. are one setting"),
     ({"return_full_text": True}, "return_full_text=True: ChatAgentCache answers with the completion alone"),
-    ({"api_key": "sk-1"}, r"^api_key=\.\.\.: is for base_url=, the address of an `agentcache serve`"),
     ({"max_retries": -1}, "max_retries=-1: input should be greater than or equal to 0"),
     ({"num_predict": "many"}, r"max_tokens='many': .* \(num_predict is max_tokens here\)"),
     ({"torch_dtype": "float3", "max_new_tokens": "x"}, r"\(max_new_tokens is max_tokens here\)"),
@@ -168,6 +167,7 @@ HINTS = [
     ({"reasoning_effort": "low"}, "ignores reasoning_effort='low': .*; reasoning= takes True or False; how much is template_kwargs="),
     ({"extra_body": {"top_k": 2}}, "ignores extra_body=.*; say what is in it as settings of their own"),
     ({"eos_token_id": [3, 4]}, r"ignores eos_token_id=\[3, 4\]: .*; stop=\[...\] takes the texts of tokens"),
+    ({"api_key": "sk-1"}, r"ignores api_key=\.\.\.: it is for base_url=, an `agentcache serve`; namespace= separates prompts here"),
     ({"task": "translation"}, "ignores task='translation': .*; a causal model of transformers answers"),
     ({"temprature": 1}, "ignores temprature=1: it has no such setting; did you mean temperature?"),
 ]
