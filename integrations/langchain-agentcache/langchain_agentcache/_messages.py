@@ -27,9 +27,11 @@ def converted(messages: Sequence[BaseMessage]) -> list[Message]:
     return [_converted(index, message, answered) for index, message in enumerate(messages)]
 
 
-def turn(messages: Sequence[BaseMessage]) -> str:
-    """A name for this turn of its conversation: the ids of the messages, which LangGraph gives and a trimmed history keeps."""
-    return json.dumps(ids) if any(ids := [message.id for message in messages]) else ""
+def turn(messages: Sequence[BaseMessage], task: str) -> str:
+    """A name for this turn of its conversation: the ids of the messages, which LangGraph gives and a trimmed history keeps, and its task,
+    which tells apart what is asked in parallel.
+    """
+    return json.dumps([*ids, task]) if any(ids := [message.id for message in messages]) or task else ""
 
 
 def _converted(index: int, message: BaseMessage, answered: Collection[str] = ()) -> Message:

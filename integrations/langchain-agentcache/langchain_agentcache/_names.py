@@ -66,7 +66,7 @@ _REFUSED = {
     "pipeline": _TAKE_OVER,
     "tokenizer": "comes with the model; for another one pass engine=agentcache.Engine(model, tokenizer)",
 }
-_UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
+_UNNAMED = {"cache", "callback_manager"}  # LangChain's own, without a field in every release
 
 
 def renamed(said: Mapping[str, Any]) -> dict[str, str]:
@@ -111,7 +111,7 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
             raise ValueError(f"{name}={not wanted!r}: {by} answers with the completion alone; put the prompt before it yourself")
     for name in [name for name in out if name not in known and name not in _UNNAMED]:
         value = out.pop(name)
-        if name in _REFUSED and value is not None and not standing:
+        if name in _REFUSED and value is not None:
             raise ValueError(f"{name}={value!r:.100}: {_REFUSED[name]}")
         ignored = f"{by} ignores {foreign_settings.shown(name, value)}"
         if name in standing:

@@ -13,6 +13,11 @@ def place() -> tuple[str, str, str]:
     return str(about.get("lc_agent_name") or ""), "|".join(nodes), str(said.get("thread_id") or "")
 
 
+def task() -> str:
+    """LangGraph's name for this run of this node; empty where there is none."""
+    return str((ensure_config().get("configurable") or {}).get("checkpoint_ns") or "")
+
+
 def session() -> str | None:
     """The name of the session that a request goes on: of its thread, agent and node; None without a thread."""
     agent, nodes, thread = place()

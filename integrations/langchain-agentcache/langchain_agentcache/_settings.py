@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 
 from agentcache import Engine, EngineLease, RemoteEngine, Sampling
 
-from ._caller_warnings import caller_warnings
+from ._caller_warnings import caller_warnings, tell_once
 from ._config import plain, rebuilt
 from ._names import SAME, beside, noted, own_names, template_text
 from ._output import PROVIDER
@@ -129,6 +129,11 @@ class Settings(BaseLanguageModel):
     def _check_engine(self) -> Self:
         if self.engine is not None and self.base_url is not None:
             raise ValueError(f"base_url={self.base_url!r:.100}: the engine that is passed is made already; give one of them")
+        if _told(self.api_key) and self.base_url is None:  # no error: LangChain's own tests give each chat model a key
+            by = type(self).__name__
+            tell_once(
+                by, "api_key", f"{by} ignores api_key=...: it is for base_url=, an `agentcache serve`; namespace= separates prompts here"
+            )
         if self.engine is not None:
             self.model = self.model or str(self.engine.name)
         if self.base_url is not None or (self.engine is not None and not EngineLease.is_shared(self.engine)):
@@ -268,7 +273,7 @@ class Settings(BaseLanguageModel):
 
     def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any], logprobs: int | None = None) -> Sampling:
         seconds(self.timeout)  # which may have been assigned: a timer takes anything, and fails in its own thread
-        given = {name: kwargs.get(name, getattr(self, name)) for name in SAMPLING}
+        given = {name: getattr(self, name) if kwargs.get(name) is None else kwargs[name] for name in SAMPLING}
         ends = stop if stop is not None else kwargs.get("stop") or self.stop or ()
         if not isinstance(ends, (str, list, tuple)):
             raise ModelInvalidRequestError(f"stop={ends!r:.200}: must be a text or a list of texts")

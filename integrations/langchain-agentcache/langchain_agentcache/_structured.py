@@ -27,8 +27,11 @@ def structured(
     model: BaseChatModel, schema: Any, method: str, include_raw: bool, kwargs: Mapping[str, Any]
 ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
     """The model held to the schema, and what reads its answer."""
-    if kwargs:
-        raise ModelInvalidRequestError(f"with_structured_output: unknown arguments {sorted(kwargs)!r}")
+    if unknown := sorted(name for name, value in kwargs.items() if value is not None):
+        raise ModelInvalidRequestError(
+            f"with_structured_output: unknown arguments {unknown!r}; set the model to what its completions are to be, "
+            "and bind_tools(tools, response_format={...}) has tools beside a form"
+        )
     if method not in METHODS:
         raise ModelInvalidRequestError(f"method={method!r}: must be one of {METHODS!r}")
     if schema is None and method != "json_mode":

@@ -23,7 +23,7 @@ from ._chat_settings import ChatSettings, tell_names
 from ._limits import arepeated, limited, repeated
 from ._messages import converted, marked, turn
 from ._output import chunk_of, last_chunk, message_of, openai_usage
-from ._sessions import session
+from ._sessions import session, task
 from ._structured import structured
 from ._tools import ToolLike, constraint, form_of, formatted, may_call, own_tools
 from .errors import ModelInvalidRequestError, translated
@@ -171,7 +171,7 @@ class ChatAgentCache(ChatSettings):
                 "sampling": self._sampling(stop, kwargs),
                 **self._rendering(kwargs),
                 "volatile": kwargs.get("volatile") or (),
-                "turn": turn(messages),
+                "turn": turn(messages, task()),
                 "reuse": self.reuse,
                 "session": kwargs.get("session", session()),
             }

@@ -17,7 +17,7 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.objects import ObjectRetriever
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
-from llama_index.llms.agentcache import AppendOnlyMemory, SharedAgentWorkflow, StableReActAgent, answer_at_tail
+from llama_index.llms.agentcache import AgentCacheLLM, AppendOnlyMemory, SharedAgentWorkflow, StableReActAgent, answer_at_tail
 from llama_index.llms.agentcache.replay import kept
 from llama_index.llms.agentcache.workflow import with_told
 from pydantic import BaseModel
@@ -559,6 +559,8 @@ def test_stops_of_formatter_and_model_are_joined(llm: Make) -> None:
     model = llm(STEPS[0], stop=["never said"])
     turns = StableReActAgent(tools=tools(), llm=model).formatter.format(tools(), [user("Tide?")])
     assert model.chat(turns).message.content == STEPS[0].partition("\nObservation")[0]
+    for name in ("stop", "stop_sequences", "stop_strings"):  # a call's own replaces both
+        assert AgentCacheLLM._ask(model, turns, {name: ["x"]})[0].sampling.stop == ("x",)
 
 
 def test_react_retries_what_it_cannot_read(llm: Make, run: Make) -> None:

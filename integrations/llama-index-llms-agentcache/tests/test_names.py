@@ -69,6 +69,7 @@ def test_what_huggingface_llm_is_made_with_makes_this_one(folder: str) -> None:
         ({"num_predict": 9, "stop_sequences": ["x"]}, {"max_tokens": 9, "stop": ["x"]}),
         ({"max_new_tokens": 9, "max_tokens": 9, "max_completion_tokens": 9}, {"max_tokens": 9}),
         ({"extra_headers": {"anthropic-beta": "prompt-caching-2024-07-31"}}, {}),
+        ({"reuse_client": True}, {}),
         ({"stop_strings": ["x"], "chat_template_kwargs": {"a": 1}}, {"stop": ["x"], "template_kwargs": {"a": 1}}),
         ({"pad_token_id": 3, "use_cache": True, "num_beams": 1, "n": 1, "presence_penalty": 0.0}, {}),
         ({"json_mode": True}, {"schema": True}),
@@ -139,6 +140,11 @@ def test_what_means_something_else_is_named_with_the_way_out(given: dict[str, An
     """Before weights are loaded: there is no such model."""
     with pytest.raises(ConfigError, match=way_out):
         AgentCacheLLM(model="no such model", **given)
+
+
+def test_none_says_nothing(shared_engine: Any) -> None:
+    with AgentCacheLLM(engine=shared_engine, max_tokens=None, temperature=None, stop=None) as llm:
+        assert (llm.max_tokens, llm.temperature, llm.stop) == (512, 0.0, [])
 
 
 def test_names_beside_a_loaded_model_are_not_needed() -> None:

@@ -101,7 +101,9 @@ def test_tools_are_a_list(chat: Make, tools: Any) -> None:
 def test_forms_that_are_none(chat: Make, method: Any, schema: Any) -> None:
     with pytest.raises(errors.ModelInvalidRequestError, match="schema=.*: must be a pydantic class, a TypedDict"):
         chat().with_structured_output(schema, method=method)
-    chat().with_structured_output(Ship, method=method)
+    with pytest.raises(errors.ModelInvalidRequestError, match=r"unknown arguments \['tools'\]; .*bind_tools\(tools, response_format="):
+        chat().with_structured_output(Ship, method=method, tools=[tide])
+    chat().with_structured_output(Ship, method=method, strict=True, tools=None)
 
 
 def test_blocks_show_what_they_are(chat: Make) -> None:

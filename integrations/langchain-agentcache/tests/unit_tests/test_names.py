@@ -139,6 +139,9 @@ def test_refused_in_calls_too(chat: Any) -> None:
     for given in ("low", "off", {"effort": "low"}):
         with pytest.raises(errors.ModelInvalidRequestError, match="reasoning=.*: must be a boolean; reasoning= takes True or False"):
             chat().invoke(ASKED, reasoning=given)
+    for name in ("quantization_config", "llm", "pipeline", "tokenizer"):
+        with pytest.raises(errors.ModelInvalidRequestError, match=f"{name}=<object"):
+            chat().invoke(ASKED, **{name: object()})
     assert chat().bind(max_tokens=5).invoke(ASKED, max_new_tokens=5).usage_metadata["output_tokens"] == 5
 
 
@@ -164,6 +167,7 @@ HINTS = [
     ({"reasoning_effort": "low"}, "ignores reasoning_effort='low': .*; reasoning= takes True or False; how much is template_kwargs="),
     ({"extra_body": {"top_k": 2}}, "ignores extra_body=.*; say what is in it as settings of their own"),
     ({"eos_token_id": [3, 4]}, r"ignores eos_token_id=\[3, 4\]: .*; stop=\[...\] takes the texts of tokens"),
+    ({"api_key": "sk-1"}, r"ignores api_key=\.\.\.: it is for base_url=, an `agentcache serve`; namespace= separates prompts here"),
     ({"task": "translation"}, "ignores task='translation': .*; a causal model of transformers answers"),
     ({"temprature": 1}, "ignores temprature=1: it has no such setting; did you mean temperature?"),
 ]
@@ -187,7 +191,15 @@ def test_what_changes_nothing_is_not_told(chat: Any) -> None:
         chat(**said, num_ctx=4000).invoke(ASKED, **said, num_ctx=4000, tokenizer=None)
 
 
+def test_none_in_a_call_says_nothing(chat: Any) -> None:
+    model = chat(max_tokens=3, temperature=0.5)
+    sampling = model._sampling(None, model._call({"num_predict": None, "temperature": None}))
+    assert (sampling.max_tokens, sampling.temperature) == (3, 0.5)
+
+
 def test_a_setting_of_the_model_is_told_in_a_call(chat: Any) -> None:
+    with pytest.warns(UserWarning, match=r"ignores api_key=\.\.\. of a call: it is a setting of the whole model"):
+        chat(max_tokens=1).invoke(ASKED, api_key="sk-2")
     with pytest.warns(UserWarning, match="ignores num_ctx=30 of a call: it is a setting of the whole model"):
         chat(max_tokens=1).invoke(ASKED, max_length=30)
 

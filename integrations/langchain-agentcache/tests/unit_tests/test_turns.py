@@ -12,6 +12,7 @@ from langchain_agentcache import ChatAgentCache
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
 
 
 @tool
@@ -46,6 +47,16 @@ def test_a_question_that_returns_runs_its_tool_again(model: ChatAgentCache, kept
     calls = [call["id"] for message in said if isinstance(message, AIMessage) for call in message.tool_calls]
     assert len(set(calls)) == len(calls) == 3
     assert [message.tool_call_id for message in said if isinstance(message, ToolMessage)] == calls
+
+
+def test_nodes_that_ask_at_once_have_their_own_ids(model: ChatAgentCache) -> None:
+    bound = model.bind_tools([tide])
+    graph = StateGraph(MessagesState)
+    for name in ("first", "second"):
+        graph.add_node(name, lambda state: {"messages": [bound.invoke(state["messages"])]})
+        graph.add_edge(START, name)
+    said = graph.compile().invoke({"messages": [HumanMessage("When is high water?")]})["messages"][1:]
+    assert len({call["id"] for message in said for call in message.tool_calls}) == 2
 
 
 def test_ids_follow_from_the_messages(model: ChatAgentCache) -> None:

@@ -90,7 +90,7 @@ class AgentCacheLLM(ObjectLLM):
         HuggingFaceLLM and Ollama are understood where they mean the same.
         """
         model, options = renamed(model, options, type(self).model_fields)
-        mine = {name: options.pop(name) for name in list(options) if name in type(self).model_fields}
+        mine = {name: value for name in list(options) if name in type(self).model_fields and (value := options.pop(name)) is not None}
         how = saved_args(model, tokenizer, engine, options)
         requests.check_settings(mine.get("additional_kwargs") or {})  # before weights are loaded
         try:
@@ -181,8 +181,8 @@ class AgentCacheLLM(ObjectLLM):
     def _ask(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> tuple[Ask, Answer]:
         """The request that a call means, and what will make responses of its chunks."""
         self._host.check_open()
-        kept = () if given.get("stop") is not None else kept_stops(messages)  # a call's own stop strings replace all others
         settings, own = requests.split(self.additional_kwargs), requests.split(given)
+        kept = () if "stop" in own[0] else kept_stops(messages)  # a call's own stop strings replace all others
         said, options = ({**every, **one} for every, one in zip(settings[:2], own[:2]))
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
         tools = given.get("tools") or ()

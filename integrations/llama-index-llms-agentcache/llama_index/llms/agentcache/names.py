@@ -23,7 +23,7 @@ SAME = {
     "max_completion_tokens": "max_tokens",
     "num_output": "max_tokens",
 }
-NEEDLESS = ("extra_headers",)  # of HTTP, as LlamaIndex's DocumentContextExtractor gives them to every model: they change no answer
+NEEDLESS = ("extra_headers", "reuse_client")  # of HTTP, as DocumentContextExtractor gives to every model, and OpenAILike: no answer changes
 LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
 NO_SERVER = "base_url= and api_key= of an `agentcache serve`; without them the model runs in this process"
 PENALTY = "repetition_penalty, which counts the whole text"
@@ -33,7 +33,7 @@ TIME = "asyncio.wait_for(llm.achat(...), seconds), which ends the request on the
 TOKENS = "stop=[...], with the texts of these tokens"
 INSTEAD = {
     **dict.fromkeys(("api_base", "api_version", "async_client", "async_http_client", "client", "default_headers"), NO_SERVER),
-    **dict.fromkeys(("headers", "http_client", "prompt_key", "reuse_client"), NO_SERVER),
+    **dict.fromkeys(("headers", "http_client", "prompt_key"), NO_SERVER),
     "attn_implementation": "nothing: agentcache brings its own attention",
     **dict.fromkeys(("eos_token_id", "stopping_ids"), TOKENS),
     **dict.fromkeys(("extra_body", "options"), "additional_kwargs, with what is in it"),
