@@ -299,7 +299,7 @@ class Renderer:
             known = range(len(self._tokenizer))
             if odd := [(number, one) for number, one in enumerate(text) if one not in known]:
                 raise MessageError(f"messages[{odd[0][0]}]={shown(odd[0][1])}: is no id of the tokenizer, which has {len(known)} tokens")
-            return Layout(text, (Span("text", 0, len(text)),), self._tokenizer.decode(text))
+            return Layout([*text], (Span("text", 0, len(text)),), self._tokenizer.decode(text))
         self._check_length(text, options.most_tokens)
         encoded, spent = self._encode(options.namespace, text)
         self._memory.keep(options.namespace, encoded)

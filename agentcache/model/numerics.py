@@ -74,12 +74,7 @@ def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
 def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:
     """Row counts at which rows differ from those of the full product. run(start, stop) -> rows [start, stop)."""
     top = full.shape[-2]
-    bad = set()
-    for rows in tried:
-        start = min(37, top - rows)
-        if not torch.equal(run(start, start + rows), full[..., start : start + rows, :]):
-            bad.add(rows)
-    return bad
+    return {rows for rows in tried if not torch.equal(run(at := min(37, top - rows), at + rows), full[..., at : at + rows, :])}
 
 
 def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
