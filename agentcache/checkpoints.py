@@ -68,7 +68,7 @@ class LiveState(Protocol):
     packs_pieces: bool  # one forward may run several pieces
     alignment: int  # checkpoints stand at its multiples; 1: states do not depend on pieces
 
-    def passed(self, stop: int) -> tuple[torch.Tensor | None, ...]:
+    def copy_at(self, stop: int) -> tuple[torch.Tensor | None, ...]:
         """Copies of the states after a row of the last forward at which one of its pieces ended."""
         ...
 

@@ -1,8 +1,8 @@
 """Drafts: guesses at the next tokens of a completion, which one forward computes along with the last token. Runs no model.
 
-A product of few rows takes as long as reading its weights, so a forward of `ROWS` rows takes little longer than one of a single row. Each
-token is still chosen from its own logits. The first one that differs from its draft discards the drafts after it. Where a row's bits do not
-depend on the rows beside it, an answer is the same with drafts and without.
+A product of few rows takes as long as reading its weights, so a forward of `DRAFT_ROWS` rows takes little longer than one of a single
+row. Each token is still chosen from its own logits. The first one that differs from its draft discards the drafts after it. Where a row's
+bits do not depend on the rows beside it, an answer is the same with drafts and without.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .model.hf import HFModel
     from .request import Running
 
-ROWS = 8  # that compiled products read a weight once for (kernels/layer.py)
-WORTH = (0, 1, 3, 3, 7)  # tokens that are drafted after a repetition of so many
+DRAFT_ROWS = 8  # that compiled products read a weight once for (kernels/layer.py)
+DRAFTED_TOKENS = (0, 1, 3, 3, 7)  # tokens that are drafted after a repetition of so many
 
 
 def draft(model: HFModel, running: Running, most: int) -> list[int]:
@@ -42,8 +42,8 @@ def repeated(ids: Ids) -> list[int]:
     """The ids that followed the last ones where these stood before: at the latest place of the longest repetition."""
     at, length, last = 0, 0, len(ids) - 1
     places = np.flatnonzero(ids[:last] == ids[last])
-    while len(places) and length < len(WORTH) - 1:
+    while len(places) and length < len(DRAFTED_TOKENS) - 1:
         at, length = int(places[-1]) + 1, length + 1
         places = places[places >= length]
         places = places[ids[places - length] == ids[last - length]]
-    return ids[at : at + WORTH[length]].tolist()  # type: ignore[no-any-return]
+    return ids[at : at + DRAFTED_TOKENS[length]].tolist()  # type: ignore[no-any-return]

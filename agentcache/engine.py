@@ -26,7 +26,7 @@ from .model.open_model import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
 from .process_owned import ProcessOwned, off_store_threads
 from .receipt import Account
-from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, check_callbacks, fitted
+from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, check_callbacks, fit_sampling
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.memory.eviction import budgets
@@ -131,7 +131,7 @@ class Engine(ProcessOwned, Documents):
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store if self.store.disk else None, tail=tail)
         self._approximate: Segments | None = None
         self._tool_groups: ToolGroups | None = None
-        self._calibration, self._opening = calibration, threading.Lock()
+        self._calibration, self._load_lock = calibration, threading.Lock()
         if reuse == "approximate" or calibration is not None:
             self.approximate.calibrate()
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
@@ -177,7 +177,7 @@ class Engine(ProcessOwned, Documents):
             template_kwargs=template_kwargs, namespace=namespace, most_tokens=self.model.context_tokens,
             sticky=() if group is None else self._groups.tools(namespace, group, chosen),
         )  # fmt: skip
-        sampling = fitted(sampling, layout, self.model)
+        sampling = fit_sampling(sampling, layout, self.model)
         consent = self.reuse if reuse is None else reuse
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights, chosen.digest if chosen else "")
@@ -218,7 +218,7 @@ class Engine(ProcessOwned, Documents):
     @property
     def approximate(self) -> Segments:
         """Approximate reuse: loaded for the first caller who consents to it."""
-        with self._opening:
+        with self._load_lock:
             if self._approximate is None:
                 from .approximate.segments import Segments
 
@@ -228,7 +228,7 @@ class Engine(ProcessOwned, Documents):
     @property
     def _adapters(self) -> Adapters:
         """The adapters by name: loaded for the first caller who names one."""
-        with self._opening:
+        with self._load_lock:
             if self._named_adapters is None:
                 from .adapters import Adapters
 
@@ -241,7 +241,7 @@ class Engine(ProcessOwned, Documents):
         if self._tool_groups is None:
             from .tool_groups import ToolGroups
 
-            with self._opening:
+            with self._load_lock:
                 self._tool_groups = self._tool_groups or ToolGroups(self.scheduler, self.name, self.fingerprint)
         return self._tool_groups
 
@@ -333,7 +333,7 @@ class Engine(ProcessOwned, Documents):
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
         asked = Asked(
-            filled, namespace, fitted(Sampling(max_tokens=1), filled, self.model), self._stop_ids, received, called, fill_only=True,
+            filled, namespace, fit_sampling(Sampling(max_tokens=1), filled, self.model), self._stop_ids, received, called, fill_only=True,
             on_progress=on_progress, adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,
         )  # fmt: skip
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
@@ -394,6 +394,6 @@ class Engine(ProcessOwned, Documents):
 def _end(process: int, scheduler: Scheduler) -> None:
     try:
         if process == os.getpid():  # threads, pins, leases and files are those of the process that made them
-            scheduler.end()
+            scheduler.close_with_store()
     finally:  # also where Ctrl-C ends the waiting: nobody can close it again
         scheduler.runner.model.close()

@@ -1,4 +1,4 @@
-"""Sampling for truth: one in N exact hits from disk is computed again while nothing else runs, and compared. Knows no requests' text.
+"""Audit of hits: one in N exact hits from disk is computed again while nothing else runs, and compared. Knows no requests' text.
 
 What differs is quarantined, on disk too, and said: a warning now, a counter for `agentcache stats`.
 """
@@ -66,10 +66,10 @@ class HitAudit:
             assert numerics is not None
             ids = running.ids.array(count).copy()
             assert isinstance(running.sequence, Sequence)
-            own, acting = running.sequence.cuts, (running.sequence.adapter, running.sequence.acts_from)
+            own = running.sequence
             marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
-            sequence = Sequence(spec, state=self.runner.model.new_state(), cuts=own, marks=marks)
-            sequence.adapter, sequence.acts_from = acting
+            state = self.runner.model.new_state()
+            sequence = Sequence(spec, state=state, cuts=own.cuts, marks=marks, adapter=own.adapter, acts_from=own.acts_from)
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 
     def step(self) -> None:
@@ -103,7 +103,7 @@ class HitAudit:
             self.checked_tokens += done - page * PAGE_TOKENS
             close = 0.0 if check.bitwise else CLOSE
             if not alike(check.sequence.pages[page], check.pages[page], done - page * PAGE_TOKENS, close):
-                self._wrong(check, done, page) if self._holds(check) else self._drop()
+                self._quarantine(check, done, page) if self._weights_hold(check) else self._drop()
                 return
         if done == len(check.ids):
             self.checks += 1
@@ -114,7 +114,7 @@ class HitAudit:
         """Checks of hits that were run, tokens compared, and pages found wrong."""
         return {"audits": {"run": self.checks, "failed": self.wrong_pages, "tokens": self.checked_tokens}}
 
-    def _holds(self, check: _Check) -> bool:
+    def _weights_hold(self, check: _Check) -> bool:
         """Tell whether the weights are still those of the hit: else the pages are right and the comparison is not."""
         known = self.runner.model.fingerprint
         with suppress(*FAULTS):
@@ -124,7 +124,7 @@ class HitAudit:
     def _drop(self) -> None:
         self._waiting.popleft().sequence.close()
 
-    def _wrong(self, check: _Check, tokens: int, page: int) -> None:
+    def _quarantine(self, check: _Check, tokens: int, page: int) -> None:
         why = f"page {page} of a prompt's KV on disk is not what computing it gives"
         self._drop()
         try:

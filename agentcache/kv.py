@@ -25,7 +25,7 @@ class Sequence:
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
     copied_tokens: slots that attaching copied from a shared page. ahead: ranges after `length`, in order. state: of recurrent
-    layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. ended: where pieces ended.
+    layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. piece_ends: where pieces ended.
     adapter: of the request, None for the base (model/adapters.py); it acts on tokens from position acts_from on.
     routes: through experts, where they are asked for (model/routes.py).
     """
@@ -39,7 +39,7 @@ class Sequence:
     state: LiveState | None = None
     cuts: tuple[int, ...] = ()
     marks: frozenset[int] = frozenset()
-    ended: list[int] = field(default_factory=list)
+    piece_ends: list[int] = field(default_factory=list)
     adapter: Any = None
     acts_from: int = 0
     routes: Any = None
@@ -60,7 +60,7 @@ class Sequence:
         if self.state is not None and tokens:
             checkpoint = pages[(tokens - 1) // PAGE_TOKENS].checkpoints[(tokens - 1) % PAGE_TOKENS + 1]
             self.state.restore(checkpoint.states, tokens)
-            self.ended = list(checkpoint.cuts)
+            self.piece_ends = list(checkpoint.cuts)
 
     def attach_below(self, pages: Seq[Page], stop: int, layers: int) -> None:
         """Take the lowest layers of positions [length, stop) from pages of the same tokens that keep the next layer's inputs, and compute
@@ -160,7 +160,7 @@ class Sequence:
         if (state := self.state) is not None:
             start = self.length - tokens
             for cut in self.cuts_within(start, tokens):
-                self._end_piece(cut, partial(state.passed, cut - start))
+                self._end_piece(cut, partial(state.copy_at, cut - start))
             state.advance(tokens)
             self._end_piece(self.length, state.copy)
         if exact:
@@ -168,12 +168,12 @@ class Sequence:
         self._step_over()
 
     def _end_piece(self, at: int, states: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
-        self.ended.append(at)
+        self.piece_ends.append(at)
         if at in self.marks and self.state is not None:
             from .checkpoints import Checkpoint
 
             page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
-            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended) if self.state.alignment > 1 else ())}
+            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.piece_ends) if self.state.alignment > 1 else ())}
 
     @property
     def junction(self) -> Ahead | None:
@@ -206,7 +206,7 @@ class Sequence:
             for keys, values in page.own_blocks:
                 keys[..., slot : slot + count] = 0
                 values[..., slot : slot + count, :] = 0
-            page._forget_states(slot, slot + count)
+            page.forget_states(slot, slot + count)
             page.checkpoints = {slots: known for slots, known in page.checkpoints.items() if slots <= slot}
             page.filled = slot
         self.length, self.exact_until = tokens, min(tokens, self.exact_until)

@@ -34,7 +34,7 @@ class Lifecycle:
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner, self.store = runner, store
         self.matching = Matching(runner.model, store)
-        self.ended: Callable[[Running], str] | None = None  # called once for each request; returns a note for its receipt
+        self.on_end: Callable[[Running], str] | None = None  # called once for each request; returns a note for its receipt
 
     def renew(self, running: Running) -> AgentCacheError | None:
         """Begin a request anew under the present weights, without reuse if they change too often. Returns the error once tokens are out."""
@@ -76,7 +76,7 @@ class Lifecycle:
         if ranges is not None:
             ranges.detach()
         if running.scope is None:
-            running.plan = make(length, 0, *(unpaged := self.matching.unpaged(running)))
+            running.plan = make(length, 0, *(unpaged := self.matching.why_unpaged(running)))
             weights = "" if unpaged[0] is Reason.FINGERPRINT else running.provenance.fingerprint
             running.sequence = StockSequence(adapter=asked.adapter, acts_from=asked.acts_from, fingerprint=weights)
             running.account.record_stock(length)
@@ -168,7 +168,7 @@ class Lifecycle:
                 return self._non_finite(running, "keys or values")
             if running.prefetch is not None and not running.remaining:
                 running.prefetch.close()
-            self._advance(running)
+            self._check_range(running)
         if running.asked.fill_only:
             sequence = running.sequence
             if not running.remaining and isinstance(sequence, Sequence) and sequence.checkpointed < max(sequence.marks, default=0):
@@ -198,7 +198,7 @@ class Lifecycle:
             ended = self._choose(running, logits)
         return ended
 
-    def _advance(self, running: Running) -> None:
+    def _check_range(self, running: Running) -> None:
         """Check the attached range that was reached, if one was; the account learns of another grade."""
         if running.ranges is not None:
             before = running.grade
@@ -356,7 +356,7 @@ class Lifecycle:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def end(self, running: Running, reason: FinishReason) -> None:
-        """The request is answered."""
+        """Finish a request that is answered: admit its last pages, hand over the rest of its text."""
         self._admit(running)
         if running.ranges is not None:
             running.ranges.answered()
@@ -366,7 +366,7 @@ class Lifecycle:
         running.events.put(Done())
 
     def fail(self, running: Running, error: AgentCacheError, reason: FinishReason | None = None) -> None:
-        """The request ends with an error. What it had computed is right all the same and may serve a retry, unless it was not finite."""
+        """Finish a request with an error. What it had computed is right all the same and may serve a retry, unless it was not finite."""
         if running.sequence is not None and not isinstance(error, (NonFiniteLogitsError, EngineClosedError)):
             with suppress(*FAULTS):  # the error that is under way is the one to tell
                 self._admit(running)
@@ -379,7 +379,7 @@ class Lifecycle:
 
             check_routes(self.runner, running)
         running.account.record_end(reason, running.sequence.exact_until if running.sequence else None)
-        if self.ended is not None and (note := self.ended(running)):
+        if self.on_end is not None and (note := self.on_end(running)):
             running.account.record_note(note)
         self._release(running)
 

@@ -52,7 +52,7 @@ class Matching:
             return None
         return Scope(running.asked.namespace, fingerprint_of(running.provenance.fingerprint, running.asked.adapter), regime)
 
-    def unpaged(self, running: Running) -> tuple[Reason, str]:
+    def why_unpaged(self, running: Running) -> tuple[Reason, str]:
         """The reason why a sequence cannot be paged."""
         model = self.model
         if running.weights_unstable:

@@ -183,13 +183,13 @@ class Page:
             keys[..., :tokens].copy_(own_keys[..., :tokens])
             values[..., :tokens, :].copy_(own_values[..., :tokens, :])
         page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
-        page._forget_states(tokens, PAGE_TOKENS)
+        page.forget_states(tokens, PAGE_TOKENS)
         page.checkpoints = {slots: known.on(page.keys.device) for slots, known in self.checkpoints.items() if slots <= tokens}
         page.filled = tokens
         return page
 
     @torch.inference_mode()  # they were made by a forward
-    def _forget_states(self, start: int, stop: int) -> None:
+    def forget_states(self, start: int, stop: int) -> None:
         """Forget the boundaries of slots [start, stop), which hold other tokens from now on."""
         for states in self.boundaries.values():
             states[start:stop] = float("nan")

@@ -114,14 +114,14 @@ class Policy:
 
     def attach(self, model: str, lifecycle: Lifecycle) -> None:
         """Hold for this model's requests from now on."""
-        self._model, inner = model, lifecycle.ended
+        self._model, inner = model, lifecycle.on_end
 
         def ended(running: Running) -> str:
             with self._lock:
                 self._running.discard(running)
             return inner(running) if inner is not None else ""
 
-        lifecycle.ended = ended
+        lifecycle.on_end = ended
 
     def rule(self, namespace: str, adapter: str | None) -> Rule:
         """The first rule that fits; one that allows all where none does."""

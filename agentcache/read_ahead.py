@@ -58,7 +58,7 @@ class ReadAhead:
                 self._next.popitem(last=False)
             if self._reading is not None and self._reading[1:] == (key, tip) and not self._fewer(running):
                 running.prefetch, running.prefetch_asked = self._reading[0], True
-                running.prefetch.hand_over()
+                running.prefetch.restart_clock()
                 self._reading = None
             coming = self._next.get(key)
             self._due = (running, coming) if coming is not None and self._trust > 0 else None

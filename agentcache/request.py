@@ -132,7 +132,7 @@ class Decoding:
     forced: deque[int] = field(default_factory=deque)
     # one for each token, where the sampling asks for them
     logprobs: list[Logprob] = field(default_factory=list)
-    learnt: bytes = b""  # the name under which later processes find its ids
+    splice_key: bytes = b""  # the name under which later processes find its ids
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class Running:
         return f"max_tokens={most}: raise it"
 
     @property
-    def cut(self) -> str:
+    def cut_by(self) -> str:
         """Name what ended the completion, if not the model; "" if the model did."""
         if self.receipt.finish_reason == "length":
             return f"at {self.bound}"
@@ -276,7 +276,7 @@ class Running:
         return Work(self.sequence, ids, regime, wanted, weights, pieces, len(drafts))
 
 
-def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Sampling:
+def fit_sampling(sampling: Sampling | None, layout: Layout, model: HFModel) -> Sampling:
     """Settings with the context's length, and max_tokens of the room that a prompt leaves in it. ContextOverflowError: it leaves none.
     MessageError: the prompt is empty. ConfigError: these are no settings, or ids of another model's tokenizer."""
     sampling = Sampling() if sampling is None else sampling

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .drafts import ROWS, draft
+from .drafts import DRAFT_ROWS, draft
 from .errors import AgentCacheError, CancelledError, ConfigError, EngineClosedError
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STEP = 4.0  # times as long as a round that only decodes: the bound of one that also fills a prompt
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
-MIN_FILL = 4  # tokens of a prompt that go along in any case
+MIN_FILL = 4  # tokens of a prompt that join a round in any case
 PATIENCE = 4  # rounds in which shorter prompts may go first
 UNCOUNTED = 64  # receipts that may wait to be counted
 GPU_ROWS = 2048  # of a forward: fewer leave a GPU waiting for its next launch
@@ -56,7 +56,7 @@ class IdleWork(Protocol):
         ...
 
     def step(self) -> None:
-        """Do a little."""
+        """Do one short piece of it."""
         ...
 
     def counts(self) -> Stats:
@@ -75,7 +75,7 @@ class Scheduler:
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
         self._log = log
-        self.lifecycle.ended = self._ended
+        self.lifecycle.on_end = self._log_receipt
         self._receipts: deque[tuple[Receipt, str]] = deque()  # of requests that ended, until they are counted
         self._counters: Counters | None = None
         self.hit_audit: HitAudit | None = None
@@ -165,7 +165,7 @@ class Scheduler:
                 self._thread.join()
                 raise
 
-    def end(self) -> None:
+    def close_with_store(self) -> None:
         """Close the device thread, then the store."""
         fingerprint = self.runner.model.fingerprint
         try:
@@ -180,7 +180,7 @@ class Scheduler:
         pool.open(budget)
         try:
             while not self._closed.is_set():
-                self._turn()
+                self._round()
         finally:  # also if an unforeseen fault ends this thread: no caller may wait forever
             with self._gate:
                 self._closed.set()
@@ -193,9 +193,9 @@ class Scheduler:
             if self._log is not None:
                 self._log.close()
 
-    def _turn(self) -> None:
+    def _round(self) -> None:
         """One round. Its own frame, so that nothing of it lives on while the thread waits for requests."""
-        self._collect(self._patience())
+        self._collect(self._wait_s())
         self._drop_cancelled()
         self._start_waiting()
         if self.read_ahead is not None:
@@ -203,7 +203,7 @@ class Scheduler:
         self.store.defer_writes(bool(self._live))
         pack = self._compose()
         if pack and not self._closed.is_set():
-            self._round(pack)
+            self._forward(pack)
         elif not self._live and not self._waiting and not self._closed.is_set():
             for work in self.idle:
                 work.step()
@@ -217,23 +217,23 @@ class Scheduler:
         lacks = spec is not None and spec.device.type == "cpu" and prepared.lacks(spec.shapes, spec.dtype)
         return (spec.shapes, spec.dtype) if spec is not None and lacks else None
 
-    def _patience(self) -> float | None:
+    def _wait_s(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
         if self._live or (not self._waiting and (any(work.pending for work in self.idle) or self._page_to_commit())):
             return 0.0
         return POLL_S if self._waiting else None
 
-    def _collect(self, wait: float | None) -> None:
-        if wait is None:
+    def _collect(self, wait_s: float | None) -> None:
+        if wait_s is None:
             release_team()
         while True:
             try:
-                request = self._inbox.get(wait != 0.0, wait)
+                request = self._inbox.get(wait_s != 0.0, wait_s)
             except queue.Empty:
                 return
             if request is not None:
                 self._waiting.append(request)
-            wait = 0.0
+            wait_s = 0.0
 
     def wake(self) -> None:
         """Let the device thread look again, from any thread."""
@@ -294,7 +294,7 @@ class Scheduler:
         self._remove(request)
         self.lifecycle.fail(request, error, reason)
 
-    def _ended(self, request: Running) -> str:
+    def _log_receipt(self, request: Running) -> str:
         """Count the receipt of a request that ended, and write it to the log; returns why the log does not have it, empty if it has."""
         receipt, ids, ms = request.receipt, request.ids.array(request.receipt.prompt_tokens), self.ms_per_token
         self._receipts.append((receipt, "filled" if request.asked.fill_only else receipt.finish_reason or "failed"))
@@ -314,13 +314,13 @@ class Scheduler:
         if len(decoding) > MAX_DECODING:
             first = self.rounds * MAX_DECODING % len(decoding)
             decoding = (decoding[first:] + decoding[:first])[:MAX_DECODING]
-        spare = (ROWS - len(decoding)) // max(1, len(decoding))
+        spare = (DRAFT_ROWS - len(decoding)) // max(1, len(decoding))
         pack = [(r, r.work(1, draft(self.runner.model, r, spare))) for r in decoding]
         budget = self.chunk_tokens
         if pack:
             room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
-            budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), ROWS)))  # drafts fill up ROWS at most
-        for request in sorted((r for r in self._live if r.filling), key=_turn_of):
+            budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), DRAFT_ROWS)))  # drafts fill up DRAFT_ROWS at most
+        for request in sorted((r for r in self._live if r.filling), key=_fill_order):
             if budget <= 0:
                 request.skipped += 1
                 continue
@@ -334,13 +334,13 @@ class Scheduler:
             request.skipped = 0
         return pack
 
-    def _round(self, pack: Pack) -> None:
+    def _forward(self, pack: Pack) -> None:
         began = time.perf_counter()
         outcomes = self.runner.run([work for _, work in pack])
         self.rounds += 1
         for (request, _), outcome in zip(pack, outcomes, strict=True):
             self._deliver(request, outcome)
-        self._learn([work for _, work in pack], (time.perf_counter() - began) * 1e3)
+        self._smooth_costs([work for _, work in pack], (time.perf_counter() - began) * 1e3)
 
     def _deliver(self, request: Running, outcome: Outcome) -> None:
         try:
@@ -357,7 +357,7 @@ class Scheduler:
         if ended is not None:
             self._fail(request, ended)
 
-    def _learn(self, works: list[Work], took: float) -> None:
+    def _smooth_costs(self, works: list[Work], took: float) -> None:
         """Smooth the cost of a decoding round and of a prefilled token."""
         if any(isinstance(work.sequence, StockSequence) for work in works):
             return
@@ -370,6 +370,6 @@ class Scheduler:
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
 
 
-def _turn_of(request: Running) -> tuple[int, int]:
-    """Order short prompts first, but before them those that have given way too often, the longest first."""
+def _fill_order(request: Running) -> tuple[int, int]:
+    """Sort key: prompts that others overtook PATIENCE times or more, the most often first; then the shortest."""
     return (-request.skipped if request.skipped >= PATIENCE else 0, request.remaining)

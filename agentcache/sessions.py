@@ -111,7 +111,7 @@ class Sessions:
 
     def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
         completion, scope, count = finish(running), running.scope, running.admitted_tokens
-        if scope is None or not count or not (scope.precision == "exact" or self._stores(scope.precision)):
+        if scope is None or not count or not (scope.precision == "exact" or self._stores_turns_as(scope.precision)):
             running.account.record_note(f"session {name!r} stays where it was: nothing of this answer is kept that may be stored")
             return completion
         ids = running.ids.array(count)
@@ -127,7 +127,7 @@ class Sessions:
             created=time.time(),
             lease_end=time.time() + lease_s,
             prompt_key=prompt_key,
-            splices=(running.decoding.learnt.hex(),) if running.decoding.learnt else (),
+            splices=(running.decoding.splice_key.hex(),) if running.decoding.splice_key else (),
             stable_tokens=min(count, running.asked.layout.prefix_tokens),
         )
         recorded = self._records(group.namespace, name).get(group.fingerprint)
@@ -136,7 +136,7 @@ class Sessions:
                 self._move(group, scope, ids, recorded)
         return completion
 
-    def _stores(self, grade: Grade) -> bool:
+    def _stores_turns_as(self, grade: Grade) -> bool:
         """Tell whether turns may be stored in so few bits."""
         return (disk := self._store.disk) is not None and disk.options.turns == grade
 

@@ -153,7 +153,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         parser = self._request.parser()
         for chunk in self:
             yield from parser.push(chunk.text)
-        yield from parser.finish(self._request.cut)
+        yield from parser.finish(self._request.cut_by)
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """The same for `async for`."""
@@ -166,7 +166,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         parser = self._request.parser()
         async for chunk in self:
             yield chunk, parser.push(chunk.text)
-        yield Chunk("", ()), parser.finish(self._request.cut)
+        yield Chunk("", ()), parser.finish(self._request.cut_by)
 
     def _report(self, progress: Progress) -> None:
         try:
@@ -226,12 +226,12 @@ class Completions:
         generated = tuple(running.ids.all[asked.prompt_tokens :])
         parser = running.parser()
         parser.push(text.text)
-        parser.finish(running.cut)
+        parser.finish(running.cut_by)
         message = parser.message
         account.record_message(text.tokens_of(parser.thought_chars), calls=bool(message.tool_calls))
         if spelled := generated[: text.spelled or 0]:  # what a stop string cut off is no part of the message
             keep = partial(self._renderer.remember, layout, spelled, message, namespace=asked.namespace, outlive=reuses)
-            running.decoding.learnt = self._store.unless_deleted(asked.namespace, running.received, keep)
+            running.decoding.splice_key = self._store.unless_deleted(asked.namespace, running.received, keep)
         repeated = len(generated) if layout.ephemeral_tokens else 0
         account.record_saving(cached * self._scheduler.ms_per_token, self._model.flops(cached), repeated, missed)
         logprobs = tuple(running.decoding.logprobs)

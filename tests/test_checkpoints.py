@@ -383,7 +383,7 @@ def test_a_state_that_is_not_finite_is_computed_again(asking: Callable[..., Aski
 
 def test_a_state_that_is_not_finite_is_not_admitted(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
     one, copy = asking("qwen3_5_text", None), RecurrentState.copy
-    for name in ("copy", "passed"):
+    for name in ("copy", "copy_at"):
         monkeypatch.setattr(RecurrentState, name, lambda self, *_: tuple(state if state is None else state / 0 for state in copy(self)))
     with pytest.raises(NonFiniteLogitsError):
         one.engine.warm(SYSTEM["content"], TOOLS)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Sampling
-from agentcache.drafts import ROWS, WORTH, repeated
+from agentcache.drafts import DRAFT_ROWS, DRAFTED_TOKENS, repeated
 from agentcache.errors import ConfigError
 from agentcache.store.keys import as_ids
 from agentcache.types import PAGE_TOKENS
@@ -118,9 +118,9 @@ def test_agents_that_decode_share_the_rows() -> None:
         spy = Spy(running)
         with ThreadPoolExecutor(10) as pool:
             together = list(pool.map(lambda n: running.generate(chat(f"{n} " * 20), sampling=decode(24)).ids, range(10)))
-        decoding = [sum(count for _, count in parts) for parts in spy.forwards if all(count <= ROWS for _, count in parts)]
+        decoding = [sum(count for _, count in parts) for parts in spy.forwards if all(count <= DRAFT_ROWS for _, count in parts)]
     assert together == alone
-    assert ROWS < max(decoding) <= 10, "ten agents have a row each"
+    assert DRAFT_ROWS < max(decoding) <= 10, "ten agents have a row each"
 
 
 def test_a_draft_that_is_not_finite_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +190,10 @@ def test_a_number_of_drafts_is_checked(wrong: Any) -> None:
 
 def oracle(ids: list[int]) -> list[int]:
     """The same by trying every length and place."""
-    for length in range(len(WORTH) - 1, 0, -1):
+    for length in range(len(DRAFTED_TOKENS) - 1, 0, -1):
         for end in range(len(ids) - 1, length - 1, -1):
             if ids[end - length : end] == ids[len(ids) - length :]:
-                return ids[end : end + WORTH[length]]
+                return ids[end : end + DRAFTED_TOKENS[length]]
     return []
 
 

@@ -105,11 +105,11 @@ def test_costs_are_learned_from_rounds(idle: Scheduler) -> None:
         return Work(Sequence(KVSpec(1, 1, 2, torch.float32)), [0] * tokens)
 
     idle.ms_per_token = idle._decode_ms = 0.0
-    idle._learn([work(1)], 40.0)
+    idle._smooth_costs([work(1)], 40.0)
     assert idle._decode_ms == 40.0
-    idle._learn([work(1), work(100)], 240.0)
+    idle._smooth_costs([work(1), work(100)], 240.0)
     assert idle.ms_per_token == pytest.approx(2.0)
-    idle._learn([work(50), work(50)], 200.0)
+    idle._smooth_costs([work(50), work(50)], 200.0)
     assert idle.ms_per_token == pytest.approx(2.0), "nobody decoded in this round"
-    idle._learn([Work(StockSequence(), [0] * 100)], 9000.0)
+    idle._smooth_costs([Work(StockSequence(), [0] * 100)], 9000.0)
     assert idle.ms_per_token == pytest.approx(2.0)

@@ -37,7 +37,7 @@ _IRRELEVANT = frozenset(
 )
 
 
-def _relevant(config: Any) -> str:
+def _config_json(config: Any) -> str:
     kept = {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
     return json.dumps(kept, sort_keys=True, default=str)
 
@@ -56,7 +56,7 @@ class Fingerprint:
     def __init__(self, model: Any, kernel: str, layout: str = "") -> None:
         self._model = model
         self._kernels = [kernel, layout] if layout else [kernel]
-        self._built = self._build()
+        self._built = self._device_and_dtype()
         self._lock = threading.RLock()
         self._names = Names()
         self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
@@ -187,14 +187,14 @@ class Fingerprint:
         except RuntimeError:  # a dictionary grew: once more
             token = StateToken(self._model, self._written)
         behaviour.refuse_activated(token.modules)
-        if (build := self._build()) != self._built:
+        if (build := self._device_and_dtype()) != self._built:
             raise ModelError(f"the model has become {build!r}, its engine was made for {self._built!r}: make another engine of it")
         if self.token is None or self.token.code_changed():
             self._code = behaviour.Code()
         self._code = self._code.of_libraries()
         model, decoder = self._model, decoder_of(self._model)
         layers = layers_of(decoder)
-        running = blake3(self._base().encode())
+        running = blake3(self._all_but_layers().encode())
         later = [m for layer in layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())
         running.update(behaviour.traits(model, self._names, self._code).encode())
         self._absorb(running, decoder.named_modules(), frozenset(map(id, later)))
@@ -209,13 +209,13 @@ class Fingerprint:
         self.refusal = self._refusal(token)
         return token
 
-    def _build(self) -> list[str]:
+    def _device_and_dtype(self) -> list[str]:
         """What pages and kernels were made for: devices and numbers of a type."""
         return [next(self._model.parameters()).device.type, str(self._model.dtype)]
 
-    def _base(self) -> str:
+    def _all_but_layers(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
-        parts = [REVISION, type(self._model).__qualname__, _relevant(self._model.config), behaviour.global_settings(self._names)]
+        parts = [REVISION, type(self._model).__qualname__, _config_json(self._model.config), behaviour.global_settings(self._names)]
         parts += [transformers.__version__, torch.__version__, *self._kernels]
         return "\0".join([*parts, *self._built])
 
@@ -232,7 +232,7 @@ class Fingerprint:
                 running.update(self._digest(tensor))
 
     def _digest(self, tensor: torch.Tensor) -> bytes:
-        """Of a tensor's bytes; remembered as long as the tensor lives and is neither written to nor moved."""
+        """Digest of a tensor's bytes; remembered as long as the tensor lives and is neither written to nor moved."""
         state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
         known = self._digests.get(tensor)
         if known is None or known[0] != state:

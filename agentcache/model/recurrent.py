@@ -140,7 +140,7 @@ class RecurrentState(Cache):
         if stop in self._noted:
             self._noted[stop][layer] = _copied(self.layers[layer])
 
-    def passed(self, stop: int) -> States:
+    def copy_at(self, stop: int) -> States:
         """The states of all layers after this row of the last forward, as `copy` returns them."""
         noted = self._noted[stop]
         return tuple(state for at, layer in self.recurrent.items() for state in (noted[at] if at in noted else _untouched(layer)))
@@ -207,7 +207,7 @@ class Mixers:
         self._found = [module for module in decoder.modules() if hasattr(module, "layer_idx") and _keeps_state(module)]
         self._compiled = [module for module in self._found if compiles and mixer_kernels.install(module)]
         self._hooks = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in self._found]
-        self._hooks += [module.register_forward_hook(self._after, with_kwargs=True) for module in self._found]
+        self._hooks += [module.register_forward_hook(self._after_forward, with_kwargs=True) for module in self._found]
         self._shorten()
 
     def _shorten(self) -> None:
@@ -256,7 +256,7 @@ class Mixers:
             state.note(module.layer_idx, stop)
         return _rows(state, (args, kwargs), stops[-1], None)  # type: ignore[no-any-return]
 
-    def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _after_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         state = _state_of(args, kwargs)
         if state is None or not state.done:
             return None

@@ -67,7 +67,7 @@ class DeletionLog:
         later = [deletion for deletion in self._applied if deletion.generation > generation]
         return later + self._under_way if len(later) >= self.generation - generation > 0 else [EVERYTHING]
 
-    def deleted_all(self, namespace: str, received: Moment) -> bool:
+    def everything_deleted(self, namespace: str, received: Moment) -> bool:
         """Tell whether everything of a namespace that was received at that moment has been deleted since."""
         return any(deletion.covers(namespace, received.made) for deletion in self.since(received.generation))
 

@@ -25,7 +25,7 @@ from .memory.prefix_tree import PrefixTree
 from .policy import HUNG_MS, give_up, slow_load_ms
 
 LOOK_S = 0.05  # how often an awaited prefix is looked for
-AWAIT = 1.5  # an awaited process may take so many times as long as we would
+AWAIT_FACTOR = 1.5  # an awaited process may take so many times as long as we would
 
 
 class State(Enum):
@@ -102,7 +102,7 @@ class PagePrefetch:
         self._prefix_tokens = min(wanted.prefix_tokens, len(wanted.ids))
         self._ms_per_token = disk.cost(self._scope.fingerprint, wanted.ms_per_token)
         self._began = time.perf_counter()
-        self._waited: bytes | None = None
+        self._awaited_key: bytes | None = None
         self._look_again = self._awaiting_until = self._await_began = 0.0
         self._retried = False
         self._read: _Read | None = None
@@ -133,7 +133,7 @@ class PagePrefetch:
         if self.state is State.READING:
             assert self._read is not None
             if self._read.over.is_set() or self._too_slow(self._read):
-                self._arrived(self._read)
+                self._finish_read(self._read)
         elif self.state is State.AWAITING and time.monotonic() >= self._look_again:
             self._look_for_awaited()
         if self.state is State.LOOKING:
@@ -141,19 +141,19 @@ class PagePrefetch:
 
     # -- from disk -------------------------------------------------------------------------------------------------
 
-    def _known(self) -> Match:
+    def _match_memory(self) -> Match:
         return self._tree.match(self._scope, self._ids, peek=True)
 
-    def _found(self, known: Match) -> DiskMatch | None:
+    def _match_disk(self, known: Match) -> DiskMatch | None:
         return self._disk.find(self._scope, self._ids, known, self._wanted.spec, self._precision)
 
     def _look(self) -> None:
-        known, generation = self._known(), self._disk.deletions.generation
-        found = self._found(known)
+        known, generation = self._match_memory(), self._disk.deletions.generation
+        found = self._match_disk(known)
         if found is None:
             self._take_lease(known)
             return
-        if self._precision != "exact" and found.tokens <= self._exactly_known().tokens:
+        if self._precision != "exact" and found.tokens <= self._match_exact().tokens:
             self.state = State.DONE
             return
         compute_ms = self._compute_ms(found, known)
@@ -164,7 +164,7 @@ class PagePrefetch:
         self.state = State.READING
         self._read = _Read(self._disk, found, generation, self._wanted.spec, self._wake)
 
-    def _exactly_known(self) -> Match:
+    def _match_exact(self) -> Match:
         """The longest exact prefix in memory, for a request that accepts fewer bits."""
         return self._tree.match(replace(self._scope, precision="exact"), self._ids, peek=True)
 
@@ -174,7 +174,7 @@ class PagePrefetch:
 
     def _too_slow(self, read: _Read) -> bool:
         found = read.found
-        compute_ms = self._compute_ms(found, self._known())
+        compute_ms = self._compute_ms(found, self._match_memory())
         if not read.began:  # others are read first: that says nothing about the rate, but it may be for ever
             waited_ms = (time.perf_counter() - read.asked) * 1e3
             if waited_ms <= max(HUNG_MS, compute_ms):
@@ -191,7 +191,7 @@ class PagePrefetch:
         read.slow = f"{read.bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
         return True
 
-    def _arrived(self, read: _Read) -> None:
+    def _finish_read(self, read: _Read) -> None:
         """Adopt the pages that are verified; after a bad one look once more."""
         self._read, stopped, good = None, read.stop.is_set(), read.good
         read.stop.set()
@@ -209,11 +209,11 @@ class PagePrefetch:
             if not self._retried:
                 self._retried, self.state = True, State.LOOKING
                 return
-        self._take_lease(self._known())
+        self._take_lease(self._match_memory())
 
     def _keep(self, read: _Read, good: int) -> None:
         with self._disk.deletions.lock:  # the parents that are found are not deleted before their children hang in the tree
-            known, found = self._known(), read.found
+            known, found = self._match_memory(), read.found
             if known.tokens // PAGE_TOKENS < found.place:
                 return  # their parent was evicted meanwhile
             if self._precision != "exact":
@@ -224,7 +224,7 @@ class PagePrefetch:
 
     def _keep_exact(self, read: _Read, good: int) -> None:
         """Admit leading pages that are exact on disk as exact: they are lent to this request, which is exact so far."""
-        known, found = self._exactly_known(), read.found
+        known, found = self._match_exact(), read.found
         count = next((at for at, row in enumerate(found.rows[:good]) if row.precision != "exact"), good)
         if count and known.tokens // PAGE_TOKENS >= found.place:
             self._admit(replace(self._scope, precision="exact"), known, read, count)
@@ -261,19 +261,19 @@ class PagePrefetch:
         now = time.monotonic()
         own_s = missing * self._ms_per_token / 1e3
         if not self._awaiting_until:
-            self._waited = key
+            self._awaited_key = key
             self._disk.leases.wait(key, self._scope.fingerprint)
-            self._awaiting_until = now + AWAIT * own_s - max(0.0, time.time() - holder.since)
+            self._awaiting_until = now + AWAIT_FACTOR * own_s - max(0.0, time.time() - holder.since)
             self._await_began = now
         if not own_s or now >= self._awaiting_until:
-            self.notes.append(f"another process computes this prefix too: not awaited longer than {max(0.0, AWAIT * own_s):.1f} s")
+            self.notes.append(f"another process computes this prefix too: not awaited longer than {max(0.0, AWAIT_FACTOR * own_s):.1f} s")
             return
         self.state = State.AWAITING
         self._look_again = now + LOOK_S
 
     def _look_for_awaited(self) -> None:
-        known = self._known()
-        found = self._found(known)
+        known = self._match_memory()
+        found = self._match_disk(known)
         if found is not None and found.tokens >= self._prefix_tokens - self._prefix_tokens % PAGE_TOKENS:  # the rest grows with the answer
             self.notes.append(f"waited {time.monotonic() - self._await_began:.1f} s for another process that computed this prefix")
             self.state = State.LOOKING
@@ -289,15 +289,15 @@ class PagePrefetch:
 
     def _refuse_slow(self, detail: str, found: DiskMatch) -> None:
         """Record a refusal of the tokens that the disk has and memory has not: a faster disk would spare those alone."""
-        self.refusals.append(Refusal(Reason.SLOW_DISK, min(self._known().tokens, found.tokens), found.tokens, detail))
+        self.refusals.append(Refusal(Reason.SLOW_DISK, min(self._match_memory().tokens, found.tokens), found.tokens, detail))
 
     def _stop_waiting(self) -> None:
-        if self._waited is not None:
-            key, self._waited = self._waited, None
+        if self._awaited_key is not None:
+            key, self._awaited_key = self._awaited_key, None
             self._disk.leases.stop_waiting(key, self._scope.fingerprint)
 
-    def hand_over(self) -> None:
-        """Start the clock of `ms` again: a request takes this prefetch over."""
+    def restart_clock(self) -> None:
+        """Start the clock of `ms` again, as a request takes this prefetch over."""
         self._began = time.perf_counter()
 
     def close(self) -> None:

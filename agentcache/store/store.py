@@ -59,7 +59,7 @@ class Store:
 
     @classmethod
     def open(cls, budget_bytes: int, host_bytes: int, options: StoreOptions | None) -> Store:
-        """With the part on disk. Memory only for None, a damaged index, a full disk, or a default that fails."""
+        """A store with its part on disk; in memory only for None, a damaged index, a full disk, or a default folder that fails."""
         if options is not None and options.folder is None and not os.environ.get("AGENTCACHE_DIR", "unset"):
             options = None
         try:
@@ -194,7 +194,7 @@ class Store:
 
     def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
         """The page `key`, in which `ids` end, is wrong: no adapter is served it again, nor what continues it. It may have left memory."""
-        gone = [key, *(key for other in self.tree.akin(scope) for key in self.tree.drop(other, ids, Reason.BAD_BLOB))]
+        gone = [key, *(key for other in self.tree.adapter_scopes(scope) for key in self.tree.drop(other, ids, Reason.BAD_BLOB))]
         if disk := self.disk:
             disk.writer.discard(frozenset(gone))
             disk.quarantine(gone, scope.weights, why)
@@ -212,7 +212,7 @@ class Store:
     def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], Key]) -> Key:
         """Call `keep` and return its key, unless everything that this namespace sent at that moment was deleted since; then b""."""
         with self.deletions.lock:
-            return b"" if self.deletions.deleted_all(namespace, received) else keep()
+            return b"" if self.deletions.everything_deleted(namespace, received) else keep()
 
     def forget_late(self, namespace: str, received: Moment, forget: Callable[[Deletion], None]) -> None:
         """Call `forget` with deletions of this namespace since that moment: a request that ran meanwhile has remembered its text again."""
@@ -336,7 +336,7 @@ class Store:
             disk.learn(namespace, key, ids)
 
     def generated(self, namespace: str, key: Key) -> tuple[int, ...]:
-        """Those ids; empty if none are there."""
+        """The ids that `learn` wrote down; empty if none are there."""
         return disk.generated(namespace, key) if (disk := self.disk) else ()
 
     def flush(self, timeout_s: float | None = None) -> bool:

@@ -719,7 +719,7 @@ def test_a_busy_device_thread_makes_no_slow_disk(small: Any, tmp_path: Path, mon
     learnt: list[float] = []
     took: list[float] = []
     monkeypatch.setattr(Rate, "learn", lambda self, amount, ms, load_bytes=None: learnt.append(ms))
-    arrived = PagePrefetch._arrived
+    arrived = PagePrefetch._finish_read
 
     def late(self: PagePrefetch, read: Any) -> None:
         assert read.over.wait(20)
@@ -727,7 +727,7 @@ def test_a_busy_device_thread_makes_no_slow_disk(small: Any, tmp_path: Path, mon
         time.sleep(0.5)
         arrived(self, read)
 
-    monkeypatch.setattr(PagePrefetch, "_arrived", late)
+    monkeypatch.setattr(PagePrefetch, "_finish_read", late)
     with engine(model=small, store=tmp_path / "store") as running:
         assert running.generate(TURNS, sampling=decode(4)).receipt.disk_tokens > 0
     assert learnt

@@ -179,7 +179,7 @@ def import_group(
     with open_archive(path) as (exported, pages):
         now = time.time()
         for text in (name, namespace, exported.name, exported.namespace, exported.fingerprint, exported.regime):
-            _speakable(text or "")
+            _check_encodable(text or "")
         group = replace(exported, name=_renamed(exported, name), namespace=namespace or exported.namespace, created=now)
         role = Role.GROUP
         if exported.lease_end:
@@ -281,7 +281,7 @@ def _renamed(exported: ToolGroup, name: str | None) -> str:
     return named
 
 
-def _speakable(text: str) -> None:
+def _check_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -216,9 +216,9 @@ class Database:
 
     def _make(self, connection: sqlite3.Connection) -> None:
         """Make the tables unless they are there."""
-        if self._known(connection):
+        if self._has_tables(connection):
             return
-        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")) and not self._known(connection):  # nor made meanwhile
+        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")) and not self._has_tables(connection):  # nor made meanwhile
             raise corrupt(self.path, "it is empty, yet there are pages")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
@@ -226,7 +226,7 @@ class Database:
                 f"the file system of {str(self.path)!r} cannot share a database (journal mode {mode!r}): name a folder on a local disk"
             )
         with transaction(connection):
-            if not self._known(connection):
+            if not self._has_tables(connection):
                 self._create(connection)
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
                 connection.execute(f"PRAGMA user_version={self._version}")
@@ -235,11 +235,11 @@ class Database:
         for statement in _statements(self._schema):
             connection.execute(statement)
 
-    def _must_know(self, connection: sqlite3.Connection) -> None:
-        if not self._known(connection):
+    def _check_tables(self, connection: sqlite3.Connection) -> None:
+        if not self._has_tables(connection):
             raise corrupt(self.path, "it has no tables")
 
-    def _known(self, connection: sqlite3.Connection) -> bool:
+    def _has_tables(self, connection: sqlite3.Connection) -> bool:
         tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]  # first: another process may be making them
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -264,7 +264,7 @@ class Database:
             return self._connect("file::memory:", self._create)
         wal = Path(f"{self.path}-wal")
         logged = wal.exists() and wal.stat().st_size > 0
-        return self._connect(f"{self.path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}", self._must_know)
+        return self._connect(f"{self.path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}", self._check_tables)
 
 
 @contextmanager

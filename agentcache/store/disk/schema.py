@@ -162,7 +162,7 @@ def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     values[IDS] = np.frombuffer(decode_ids(folder, record[KEY], record[TOKENS], record[IDS]), dtype="<u4").astype(np.uint32, copy=False)
     values[_NUMERICS] = frozenset(filter(None, record[_NUMERICS].split(",")))
     try:
-        values[_WIDTHS] = _widths_said(record[_WIDTHS])
+        values[_WIDTHS] = _decode_widths(record[_WIDTHS])
     except (ValueError, RecursionError):
         raise BlobError(f"row {record[0]!r} of the index is damaged") from None
     return Row(*values)
@@ -176,7 +176,7 @@ def readable(folder: Folder, records: Iterable[tuple[Any, ...]]) -> Iterator[Row
 
 
 @functools.lru_cache  # a row is decoded for every page of a prompt
-def _widths_said(text: str) -> Widths:
+def _decode_widths(text: str) -> Widths:
     return widths_of(json.loads(text))
 
 

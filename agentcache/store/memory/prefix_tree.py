@@ -274,7 +274,7 @@ class PrefixTree:
                     return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
         return []
 
-    def akin(self, scope: Scope) -> list[Scope]:
+    def adapter_scopes(self, scope: Scope) -> list[Scope]:
         """The scopes of all adapters over the same weights, and this one."""
         with self.lock:
             base = replace(scope, fingerprint=scope.weights)
