@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
+from transformers.utils import import_utils
 
 from agentcache import Constraint, extras
 from agentcache.errors import ConfigError
@@ -51,3 +53,9 @@ def test_an_old_library_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> Non
         assert any("llguidance 1.3.0 is older" in note for note in said.receipt.notes)
         with pytest.raises(ConfigError, match=r"llguidance 1\.3\.0 is older"):
             running.generate(chat("Is the tide high?"), [], sampling=decode(2), constraint=Constraint(regex="yes|no"))
+
+
+def test_the_oldest_accelerate_loads_weights_in_fewer_bits() -> None:
+    listed = read_toml(ROOT / "pyproject.toml", "pyproject.toml")[0]["project"]["optional-dependencies"]["bitsandbytes"]
+    (oldest,) = re.findall(r"accelerate>=([\d.]+)", " ".join(listed))
+    assert Version(oldest) >= Version(import_utils.ACCELERATE_MIN_VERSION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def test_program_runs(
         assert f"It prints:\n\n```\n{printed}```" in README
     for comment in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
         assert comment in printed
+
+
+def test_the_first_program_needs_no_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # with it, calls are held to the names of the tools
+    exec(programs("README.md")[0], {"__name__": "__main__"})
+    assert f"It prints:\n\n```\n{capsys.readouterr().out}```" in README
 
 
 def test_first_program_is_about_ten_lines() -> None:
