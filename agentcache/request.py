@@ -286,7 +286,7 @@ def fit_sampling(sampling: Sampling | None, layout: Layout, model: HFModel) -> S
     if not layout.ids:
         raise MessageError(f"the prompt {layout.text!r:.100} has no tokens: the tokenizer leaves out all of it")
     if (largest := max(layout.ids)) >= (known := known_ids(model.model, model.vocab)):  # of now: embeddings may have been resized
-        raise ConfigError(f"the tokenizer gave id {largest!r}, the model has {known!r} ids: pass the tokenizer that belongs to it")
+        raise ConfigError(f"the prompt has id {largest!r}, the model has {known!r} ids: pass the tokenizer that belongs to it")
     context = context_tokens if asked is None else min(asked, context_tokens)
     if prompt_tokens + 1 > context:
         raise ContextOverflowError(prompt_tokens, context, 1, f"context_tokens={asked!r}" if context == asked else "")

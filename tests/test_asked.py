@@ -180,9 +180,9 @@ def test_a_tokenizer_of_another_model_is_named() -> None:
     model, tokenizer = build("llama"), toy_tokenizer()
     model.resize_token_embeddings(max(tokenizer(PROMPT)["input_ids"]))  # one too few
     with Engine(model, tokenizer, store=None) as running:
-        with pytest.raises(ConfigError, match=r"the tokenizer gave id \d+, the model has \d+ ids: pass the tokenizer that belongs"):
+        with pytest.raises(ConfigError, match=r"the prompt has id \d+, the model has \d+ ids: pass the tokenizer that belongs"):
             running.generate(PROMPT)
-        with pytest.raises(ConfigError, match="the tokenizer gave id"):
+        with pytest.raises(ConfigError, match="the prompt has id"):
             running.warm(PROMPT)
 
 

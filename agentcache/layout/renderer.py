@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MessageError, TemplateError, shown
+from ..errors import ContextOverflowError, MessageError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Layout, LayoutOptions, Message, Span, Tool
 from .memory import Generated, Kept, Memory, chain, link
@@ -296,9 +296,10 @@ class Renderer:
         if not text:
             raise MessageError("the prompt '' is empty: give at least one character")
         if not isinstance(text, str):
-            known = range(len(self._tokenizer))
-            if odd := [(number, one) for number, one in enumerate(text) if one not in known]:
-                raise MessageError(f"messages[{odd[0][0]}]={shown(odd[0][1])}: is no id of the tokenizer, which has {len(known)} tokens")
+            if odd := [one for one in text if not 0 <= one < 1 << 31]:
+                raise MessageError(f"messages=[..., {shown(odd[0])}, ...]: is no token id")
+            if 0 < options.most_tokens < len(text):
+                raise ContextOverflowError(len(text), options.most_tokens, 1)
             return Layout([*text], (Span("text", 0, len(text)),), self._tokenizer.decode(text))
         self._check_length(text, options.most_tokens)
         encoded, spent = self._encode(options.namespace, text)

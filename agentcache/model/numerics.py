@@ -7,7 +7,6 @@ differs by processor, type and threads.
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ _EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others ar
 LEAST_WEIGHT = 2.0**-125  # of a key in attention: what would be less is 0
 TILE = 128  # positions that attention of the library's products computes at a time, and to a multiple of which it takes keys
 COLUMNS = 1024  # of a probed weight: enough to be cut between threads and into blocks as larger ones are
-FEW_COLUMNS = 60  # of another: too few for all threads, so that a library may cut its sums between them; no compiled kernel takes it
+UNSAFE = torch.__version__ < "2.12"  # oneDNN cuts sums there by shapes and numbers of rows that no probe finds: nothing makes them safe
 _PRIME = 65521  # below 2^16
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
@@ -78,7 +77,7 @@ def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:
 
 
 def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
-    for multiple in _CANDIDATES:
+    for multiple in () if UNSAFE else _CANDIDATES:
         if not any(rows % multiple == 0 for rows in impure) and any(rows % multiple == 0 for rows in tried):
             return multiple
     return None
@@ -107,8 +106,8 @@ def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> to
 
 def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:
     impure: set[int] = set()
-    for salt, (columns, width) in enumerate(itertools.product((COLUMNS, FEW_COLUMNS), widths)):
-        weight = pattern(columns, width, dtype, device, salt)
+    for salt, width in enumerate(widths):
+        weight = pattern(COLUMNS, width, dtype, device, salt)
         x = pattern(MAX_ROWS if salt == 0 else _ROWS[-1], width, dtype, device, salt + 1)
         full = _probed_product(kernel, x, weight)
         impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _EVEN)

@@ -228,7 +228,7 @@ def _continuing(body: CompletionBody, prompt: str | list[int], sampling: Samplin
             if len(ids) + most > context:
                 raise ContextOverflowError(len(ids), context, most)
             forced, end = tuple(ids[1:]), len(ids) - 1 + most
-            given, settings = ids[:1], replace(sampling, forced=forced, max_tokens=end, ignore_eos=most == 1)
+            given, settings = ids[:1], replace(sampling, forced=forced, max_tokens=end, ignore_eos=True)  # what follows an end is cut below
         return asking(body, given, sampling=settings)(engine, namespace)
 
     return ask
@@ -252,6 +252,8 @@ def _told(body: CompletionBody, answer: Answer, prompt: str | list[int], done: C
     start = len(ids) - 1 if scored else 0  # of the answer among the decoded tokens
     new = done.ids[start:][: body.max_tokens]
     if scored:
+        if end := 0 if body.ignore_eos else next((at for at, token in enumerate(new, 1) if token in engine.model.stop_ids), 0):
+            new, choice["finish_reason"] = new[:end], "stop"
         choice["logprobs"] = _text_logprobs(engine, done.logprobs[: start + len(new)], ids[:1])
         said = [token_bytes(engine.tokenizer, token) for token in new if token not in engine.tokenizer.all_special_ids]
         text = b"".join(said).decode("utf-8", "replace")

@@ -11,12 +11,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from ..types import Constraint, Sampling
 from .errors import refused
 
+MOST_IDS = 1 << 20  # of a list: more hold up other answers for a second while they are read
 Text = Annotated[str, Field(max_length=64 << 20)]
 # lists tell of the first wrong element: an error for each takes 300 times the memory of a body's shortest ones
 # and a body's shortest objects are a million, which stop all answers for seconds: Anthropic's API takes as many messages
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=100_000)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True, max_length=MOST_IDS)]
 Messages = Annotated[Objects, Field(examples=[[{"role": "user", "content": "When is high water?"}]])]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Most = Annotated[int | None, Field(ge=1)]  # tokens of an answer
@@ -156,14 +157,14 @@ class ChatBody(Body):
 
 
 def _are_ids(said: Any) -> bool:
-    return isinstance(said, list) and bool(said) and all(type(one) is int and 0 <= one < 1 << 31 for one in said)
+    return isinstance(said, list) and 0 < len(said) <= MOST_IDS and all(type(one) is int and 0 <= one < 1 << 31 for one in said)
 
 
 def _prompts(said: Any) -> Any:
     """A list of prompts, of one where it is no list."""
     given = said if isinstance(said, list) and type(next(iter(said), None)) is not int else [said]
     if not given or not all(isinstance(one, str) or _are_ids(one) for one in given):
-        raise ValueError("must be a text or token ids, or a list of them")
+        raise ValueError(f"must be a text or at most {MOST_IDS} token ids, or a list of them")
     return given
 
 

@@ -112,13 +112,14 @@ def test_impure_counts_move_the_padding(impure: Any, multiple: int, forgetful: N
     assert alone.digest != padded.digest, "other bits of what is not compiled"
 
 
-def test_sums_cut_for_few_outputs_are_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(kernel: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (x[:, None] * weight).sum(-1) + 1e-3 * (len(weight) < 64 and len(x) < 8)
-
-    monkeypatch.setattr(numerics, "_probed_product", cut)
+def test_no_padding_is_safe_before_pytorch_2_12(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "UNSAFE", True)
+    alone: Numerics = probe(torch.float32, CPU, (64,), 2, (32,))
+    compiles = dispatch.compiled(alone.kernel, torch.empty(64, 64), torch.float32) is not None
+    assert (alone.pure, alone.even) == ((True, 0) if compiles else (False, 8))
+    numerics._probe.cache_clear()
     monkeypatch.setattr(dispatch, "compiled", lambda *_: None)
-    assert probe(torch.float32, CPU, (64,), 2, (32,)).even == 8
+    assert not probe(torch.float32, CPU, (64,), 2, (32,)).pure
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])  # stepped; by transformers' own modules

@@ -182,6 +182,20 @@ def test_an_echoed_prompt_has_log_probabilities(served: Served) -> None:
     assert none["choices"][0]["logprobs"]["token_logprobs"] == first["logprobs"]["token_logprobs"][: len(ids)]
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("prompt", ["", "Here.<|im_end|>"])
+def test_a_scored_echo_ends_where_a_plain_one_does(served: Served, prompt: str, ignored: bool) -> None:
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    body = {"prompt": asked + prompt, "echo": True, "max_tokens": 40, "ignore_eos": ignored}
+    with served.client() as http:
+        plain = http.post("/v1/completions", json=body).json()
+        scored = http.post("/v1/completions", json={**body, "logprobs": 0}).json()
+    assert plain["choices"][0]["finish_reason"] == ("length" if ignored else "stop")
+    assert scored["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert scored["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"]
+    assert scored["usage"] == plain["usage"] | {"prompt_tokens_details": scored["usage"]["prompt_tokens_details"]}
+
+
 @pytest.mark.parametrize("more", [{"stream": True, "echo": True}, {"stop": "a", "echo": True, "logprobs": 1}, {"max_tokens": 0}])
 def test_what_cannot_be_echoed_is_refused(served: Served, more: dict[str, Any]) -> None:
     with served.client() as http:
@@ -192,14 +206,14 @@ def test_what_cannot_be_echoed_is_refused(served: Served, more: dict[str, Any]) 
 def test_ids_that_the_model_has_not_are_refused(served: Served) -> None:
     with served.client() as http:
         answer = http.post("/v1/completions", json={"prompt": [1 << 20], "max_tokens": 1})
-    assert "messages[0]=1048576: is no id of the tokenizer" in answer.json()["error"]["message"]
+    assert "the prompt has id 1048576, the model has 4096 ids" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([], "must be a text or token ids, or a list of them"),
-        ([[464, "a"]], "must be a text or token ids, or a list of them"),
+        ([], "must be a text or at most 1048576 token ids, or a list of them"),
+        ([[464, "a"]], "must be a text or at most 1048576 token ids, or a list of them"),
         (["The keeper"] * 17, "prompt='17 texts': at most 16 are computed at once: send fewer"),
     ],
     ids=["none", "mixed", "many"],
