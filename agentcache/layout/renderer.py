@@ -296,8 +296,8 @@ class Renderer:
         if not text:
             raise MessageError("the prompt '' is empty: give at least one character")
         if not isinstance(text, str):
-            if odd := [one for one in text if not 0 <= one < 1 << 31]:
-                raise MessageError(f"messages=[..., {shown(odd[0])}, ...]: is no token id")
+            if odd := [(at, one) for at, one in enumerate(text) if not 0 <= one < 1 << 31]:
+                raise MessageError(f"messages[{odd[0][0]}]={shown(odd[0][1])}: is no token id")
             if 0 < options.most_tokens < len(text):
                 raise ContextOverflowError(len(text), options.most_tokens, 1)
             return Layout([*text], (Span("text", 0, len(text)),), self._tokenizer.decode(text))

@@ -102,6 +102,7 @@ def test_impure_counts_move_the_padding(impure: Any, multiple: int, forgetful: N
         return (x[:, None] * weight).sum(-1) + 1e-3 * impure(len(x))
 
     monkeypatch.setattr(numerics, "_probed_product", uneven)
+    monkeypatch.setattr(numerics, "UNSAFE", False)
     monkeypatch.setattr(dispatch, "compiled", lambda *_: None)
     padded: Numerics = probe(torch.float32, CPU, (64,), 2, (32,))
     assert (padded.pure, padded.rows, padded.even) == (bool(multiple), multiple or 8, multiple or 8)
