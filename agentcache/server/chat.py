@@ -228,7 +228,8 @@ def _continuing(body: CompletionBody, prompt: str | list[int], sampling: Samplin
             if len(ids) + most > context:
                 raise ContextOverflowError(len(ids), context, most)
             forced, end = tuple(ids[1:]), len(ids) - 1 + most
-            given, settings = ids[:1], replace(sampling, forced=forced, max_tokens=end, ignore_eos=True)  # what follows an end is cut below
+            open_ended = sampling.ignore_eos or most == 1 or ids[-1] in engine.model.stop_ids  # what follows an end is cut in `_told`
+            given, settings = ids[:1], replace(sampling, forced=forced, max_tokens=end, ignore_eos=open_ended)
         return asking(body, given, sampling=settings)(engine, namespace)
 
     return ask

@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from agentcache import Sampling
+from agentcache.errors import ContextOverflowError
 from agentcache.server.chat import with_role
-from agentcache.server.schemas import ChatBody
+from agentcache.server.schemas import MOST_IDS, ChatBody
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
@@ -201,6 +202,18 @@ def test_what_cannot_be_echoed_is_refused(served: Served, more: dict[str, Any]) 
     with served.client() as http:
         answer = http.post("/v1/completions", json={"prompt": "The keeper", **more})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
+
+
+def test_more_ids_than_any_context_are_refused_unread(served: Served) -> None:
+    with served.client() as http:
+        listed = http.post("/v1/completions", json={"prompt": [1] * (MOST_IDS + 1), "max_tokens": 1})
+        engine = http.post("/v1/engine/decode", json={"ids": [1] * (MOST_IDS + 1)})
+    assert (listed.status_code, engine.status_code) == (400, 400)
+    assert "at most 1048576 token ids" in listed.json()["error"]["message"]
+    running = served.state.models.first.engine
+    assert running is not None
+    with pytest.raises(ContextOverflowError):
+        running.renderer.render([1] * 300, most_tokens=299)
 
 
 def test_ids_that_the_model_has_not_are_refused(served: Served) -> None:
