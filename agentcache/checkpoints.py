@@ -68,8 +68,8 @@ class LiveState(Protocol):
     packs_pieces: bool  # one forward may run several pieces
     alignment: int  # checkpoints stand at its multiples; 1: states do not depend on pieces
 
-    def copy_at(self, stop: int) -> tuple[torch.Tensor | None, ...]:
-        """Copies of the states after a row of the last forward at which one of its pieces ended."""
+    def copy_at(self, stop: int) -> tuple[torch.Tensor | None, ...] | None:
+        """Copies of the states after a row of the last forward at which one of its pieces ended; None if there are none."""
         ...
 
     def advance(self, tokens: int) -> None:

@@ -167,13 +167,13 @@ class Sequence:
             self.exact_until = self.length
         self._step_over()
 
-    def _end_piece(self, at: int, states: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
+    def _end_piece(self, at: int, copy: Callable[[], tuple[torch.Tensor | None, ...] | None]) -> None:
         self.piece_ends.append(at)
-        if at in self.marks and self.state is not None:
+        if at in self.marks and self.state is not None and (states := copy()) is not None:
             from .checkpoints import Checkpoint
 
             page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
-            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.piece_ends) if self.state.alignment > 1 else ())}
+            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states, tuple(self.piece_ends) if self.state.alignment > 1 else ())}
 
     @property
     def junction(self) -> Ahead | None:

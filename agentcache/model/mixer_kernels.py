@@ -34,12 +34,22 @@ def _state(held: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
     return held[0] if fits else None
 
 
+def _through(state: torch.Tensor, kernel: Function, *given: torch.Tensor) -> torch.Tensor:
+    """Run rows [rows, ...] through a state, which the kernel changes in place: all at once, or up to where the cache notes it."""
+    cache, layer = running.mixer
+    if cache is None:
+        return kernel(*given)  # type: ignore[no-any-return]
+    done = [kernel(*(one[rows] for one in given)) for rows in cache.through(layer, state[None], len(given[0]))]
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
 def _delta(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, initial_state: Any = None, **kw: Any) -> Any:
     if more or len(q) > 1 or k.dtype != q.dtype or not recurrence.takes_delta(q[0], v[0]):
         return None
     if (state := _state(initial_state, v.shape[2], q.shape[3], v.shape[3])) is None:
         return None
-    out = recurrence.delta(q[0], k[0], v[0], g[0].float().exp(), beta[0].float(), state, bool(kw.get("use_qk_l2norm_in_kernel")))
+    kernel = functools.partial(recurrence.delta, state=state, normed=bool(kw.get("use_qk_l2norm_in_kernel")))
+    out = _through(state, kernel, q[0], k[0], v[0], g[0].float().exp(), beta[0].float())
     return out[None], state[None] if kw.get("output_final_state") else None
 
 
@@ -63,7 +73,8 @@ def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any, **kw: Any) -> Any
     if (state := _state(kw.get("initial_states"), *x.shape[2:], b.shape[3])) is None:
         return None
     dt = _step_size(dt, kw.get("dt_bias"), kw.get("dt_softplus")).clamp(*kw.get("dt_limit", (0.0, float("inf"))))[0].float()
-    out = recurrence.scan(x[0], dt, (dt * a.float()).exp(), b[0], c[0], kw.get("D"), state)[None]
+    kernel = functools.partial(recurrence.scan, d=kw.get("D"), state=state)
+    out = _through(state, kernel, x[0], dt, (dt * a.float()).exp(), b[0], c[0])[None]
     return (out, state[None]) if kw.get("return_final_states") else out
 
 
@@ -83,10 +94,12 @@ def _selective_scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any, **kw: A
     """Goes on from the state of the sequence, from which the reference starts anew."""
     if more or len(x) > 1 or not recurrence.takes_scan(rows := x[0].t(), a.shape[1]):
         return None
-    if (state := _state(running.before, *a.shape)) is None:
+    cache, layer = running.mixer
+    if (state := _state(None if cache is None else cache.recurrent_state(layer), *a.shape)) is None:
         return None
     dt = _step_size(dt[0].t(), kw.get("delta_bias"), kw.get("delta_softplus")).float()
-    out = recurrence.selective_scan(rows, dt, a.float(), b[0].t(), c[0].t(), kw.get("D"), state)
+    kernel = functools.partial(recurrence.selective_scan, rates=a.float(), d=kw.get("D"), state=state)
+    out = _through(state, lambda x, dt, b, c: kernel(x, dt, b=b, c=c), rows, dt, b[0].t(), c[0].t())
     if kw.get("z") is not None:
         out = out * elementwise(nn.functional.silu, kw["z"][0].t())
     return (out.t()[None], state[None]) if kw.get("return_last_state") else out.t()[None]
@@ -178,8 +191,11 @@ def _with_kernels(kind: type[nn.Module]) -> Function | None:
         if not packed or patched:
             return type(self).forward(self, *args, **kw)
         cache = kw.get("cache", kw.get("cache_params"))
-        running.before = None if cache is None else cache.recurrent_state(self.layer_idx)
-        return own(self, *args, **kw)
+        running.mixer = cache, self.layer_idx
+        try:
+            return own(self, *args, **kw)
+        finally:
+            running.mixer = None, 0
 
     return forward
 

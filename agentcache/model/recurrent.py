@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -84,7 +85,8 @@ class RecurrentState(Cache):
     """The states of one sequence after `length` tokens; a forward changes them in place.
 
     packs_pieces: one forward may run several pieces. alignment: checkpoints stand at its multiples. Of the forward that runs: its products,
-    its number of rows, and where its pieces end but for the last one.
+    its number of rows, and where its pieces end but for the last one. A layer's states after some rows are noted: between pieces, or by
+    compiled kernels amid all rows.
     """
 
     def __init__(self, config: Any, packs_pieces: bool = False, alignment: int = CHECKPOINT_TOKENS) -> None:
@@ -94,7 +96,7 @@ class RecurrentState(Cache):
         self.products: RowPureLinear | None = None
         self.rows = 0
         self.stops: tuple[int, ...] = ()
-        self._noted: dict[int, dict[int, States]] = {}  # by the row and the layer
+        self._noted: dict[int, dict[tuple[int, str, int], torch.Tensor]] = {}  # by the row; the layer, the kind of state and its number
         self.done: list[Any] = []  # outputs of the earlier pieces of the layer that runs
 
     def advance(self, tokens: int) -> None:
@@ -117,13 +119,30 @@ class RecurrentState(Cache):
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kw: Any) -> torch.Tensor:
         """Take new inputs of a convolution [1, channels, tokens] -> the last ones and them. Copies them token by token, as they lie."""
-        layer = self.layers[layer_idx]
+        layer, rows = self.layers[layer_idx], conv_states.shape[-1]
         if not layer.has_previous_state[state_idx] or conv_states.stride(1) != 1:
-            return super().update_conv_state(conv_states, layer_idx, state_idx, **kw)
-        held = layer.conv_states[state_idx]
-        joined = torch.cat([held.mT, conv_states.mT], 1).mT
-        held.copy_(joined[..., -held.shape[-1] :])
+            joined = super().update_conv_state(conv_states, layer_idx, state_idx, **kw)
+        else:
+            held = layer.conv_states[state_idx]
+            joined = torch.cat([held.mT, conv_states.mT], 1).mT
+            held.copy_(joined[..., -held.shape[-1] :])
+        for stop in self._stops_amid(rows):
+            taps = layer.conv_states[state_idx].shape[-1]
+            last = joined[..., : joined.shape[-1] - rows + stop][..., -taps:]
+            self._noted[stop][layer_idx, "conv_states", state_idx] = _copied(functional.pad(last, (taps - last.shape[-1], 0)))
         return joined
+
+    def through(self, layer: int, state: torch.Tensor, rows: int) -> Iterator[slice]:
+        """Yield the rows for which a kernel changes a recurrent state in place, and note the state after some of them."""
+        stops = self._stops_amid(rows)
+        for start, stop in pairwise((0, *stops, rows)):
+            yield slice(start, stop)
+            if stop in stops:
+                self._noted[stop][layer, "recurrent_states", 0] = _copied(state)
+
+    def _stops_amid(self, rows: int) -> tuple[int, ...]:
+        """The rows after which states are noted, if these are all rows of the forward, and no piece of them."""
+        return tuple(self._noted) if rows == self.rows else ()
 
     @property
     def recurrent(self) -> dict[int, Any]:
@@ -138,16 +157,24 @@ class RecurrentState(Cache):
     def note(self, layer: int, stop: int) -> None:
         """Copy the states of a layer after a row, if they are kept."""
         if stop in self._noted:
-            self._noted[stop][layer] = _copied(self.layers[layer])
+            states = ((name, state) for name, state in self._all() if name[0] == layer and state is not None)
+            self._noted[stop].update((name, _copied(state)) for name, state in states)
 
-    def copy_at(self, stop: int) -> States:
-        """The states of all layers after this row of the last forward, as `copy` returns them."""
-        noted = self._noted[stop]
-        return tuple(state for at, layer in self.recurrent.items() for state in (noted[at] if at in noted else _untouched(layer)))
+    def copy_at(self, stop: int) -> States | None:
+        """The states of all layers after this row of the last forward, as `copy` returns them; None if one was not noted."""
+        noted, own = self._noted[stop], self._all()
+        lost = any(state is not None and name not in noted for name, state in own)
+        return None if lost else tuple(noted.get(name) for name, _ in own)
 
     def copy(self) -> States:
         """All states as copies, layer by layer: of convolutions, then recurrent ones."""
-        return tuple(state for layer in self.recurrent.values() for state in _copied(layer))
+        return tuple(state if state is None else _copied(state) for _, state in self._all())
+
+    def _all(self) -> list[tuple[tuple[int, str, int], torch.Tensor | None]]:
+        """All states, by their layers, kinds and numbers."""
+        kinds = ("conv_states", "recurrent_states")
+        layers = self.recurrent.items()
+        return [((at, kind, n), state) for at, layer in layers for kind in kinds for n, state in getattr(layer, kind).items()]
 
     def restore(self, states: States, length: int) -> None:
         """Go on after `length` tokens, from copies of what `copy` returned then."""
@@ -164,26 +191,15 @@ class RecurrentState(Cache):
                     layer.has_previous_state[at] |= state is not None
             for at, state in layer.conv_states.items():
                 layer.conv_kernel_size[at] = None if state is None else state.shape[-1]
-            for state in _states(layer):
+            for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
                 if state is not None:
                     layer.dtype, layer.device = state.dtype, state.device
         self.advance(length - self.length)
 
 
-def _states(layer: Any) -> States:
-    return (*layer.conv_states.values(), *layer.recurrent_states.values())
-
-
 @torch.inference_mode(False)  # a copy outlives the forward
-def _copied(layer: Any) -> States:
-    return tuple(state if state is None else copies.copied(state) for state in _states(layer))
-
-
-def _untouched(layer: Any) -> States:
-    """The states of a layer that no forward reached."""
-    states = _states(layer)
-    assert all(state is None for state in states), "a recurrent layer did not run in pieces"
-    return states
+def _copied(state: torch.Tensor) -> torch.Tensor:
+    return copies.copied(state.contiguous())
 
 
 def _of(layer: Any) -> Any:
@@ -198,8 +214,8 @@ class Mixers:
     """The modules of a decoder that keep states: made to work on `CHECKPOINT_TOKENS` where they compute in larger chunks, since a call of
     few tokens computes a whole chunk, whose work grows with its square.
 
-    A forward of several pieces runs them piece by piece. Everything else, and products of the rows that they are given, are computed for
-    all rows at once. compiles: their references' work is done by compiled kernels.
+    A forward of several pieces runs them piece by piece, unless their kernels are compiled and states do not depend on pieces. Everything
+    else, and products of the rows that they are given, are computed for all rows at once. compiles: with compiled kernels, where they can.
     """
 
     def __init__(self, decoder: Any, compiles: bool = False) -> None:
@@ -248,6 +264,8 @@ class Mixers:
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         state = _state_of(args, kwargs)
         if state is None or not state.stops or state.done:  # another engine's hook of this module came first
+            return None
+        if state.alignment == 1 and module in self._compiled:  # states do not depend on pieces, and its kernels note them
             return None
         stops = (0, *state.stops)
         for start, stop in pairwise(stops):

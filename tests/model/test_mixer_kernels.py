@@ -11,7 +11,7 @@ import torch
 
 from agentcache import kv
 from agentcache.bench import families
-from agentcache.model import behaviour, mixer_kernels
+from agentcache.model import behaviour, mixer_kernels, recurrent
 from agentcache.model.hf import HFModel
 from agentcache.model.kernels import jit, recurrence
 from agentcache.model.kernels.dispatch import RowPureLinear
@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
 
     def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: ran.append(name) or kernel(*given)
+        return lambda *given, **named: ran.append(name) or kernel(*given, **named)
 
     for name in ("delta", "convolution", "convolution_step", "scan", "selective_scan"):
         monkeypatch.setattr(recurrence, name, noted(name, getattr(recurrence, name)))
@@ -87,6 +87,34 @@ def test_a_selective_scan_goes_on_where_its_reference_starts_anew(family: str, d
     found = torch.stack([row for _, row in sorted(run.logits.items())])
     alike = torch.cosine_similarity(found, expected, dim=-1)
     assert float(alike.min() if dtype == torch.float32 else alike.median()) > 1 - (1e-6 if dtype == torch.float32 else 1e-3)  # experts tie
+    held.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "jamba"])
+def test_compiled_layers_run_once_and_note_states_amid_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, given, ran = HFModel(families.build(family)), recurrent.RecurrentState.update_conv_state, []
+    monkeypatch.setattr(recurrent.RecurrentState, "update_conv_state", lambda *some, **named: ran.append(1) or given(*some, **named))
+
+    def checkpoints(*sizes: int) -> list[torch.Tensor | None]:
+        run, cuts = running(held, tokens(140, vocab=100)), (1, 2, 70, 130)
+        run.sequence.cuts, run.sequence.marks = cuts, frozenset(cuts)
+        known = run.chunks(*sizes).sequence.pages[0].checkpoints
+        assert sorted(known) == [*cuts]
+        return [state for at in cuts for state in known[at].states]
+
+    whole = checkpoints(140)
+    assert len(ran) == len(mixers(held.model)) > 0
+    for one, other in zip(whole, checkpoints(1, 1, 68, 60), strict=True):
+        assert one is other is None or (one is not None and other is not None and torch.equal(one, other))
+    held.close()
+
+
+def test_states_that_no_kernel_noted_make_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HFModel(families.build("bamba"))
+    monkeypatch.setattr(recurrence, "takes_scan", lambda *_: False)
+    run = running(held, tokens(140, vocab=100))
+    run.sequence.cuts, run.sequence.marks = (70,), frozenset({70, 140})
+    assert [*run.chunks(140).sequence.pages[0].checkpoints] == [140]
     held.close()
 
 
@@ -165,7 +193,8 @@ def test_a_weight_times_columns_sees_none_beside_another(outs: int) -> None:
     assert torch.allclose(whole, (weight @ x).detach(), atol=1e-4)
 
 
-def test_keys_of_another_type_are_left_to_the_reference() -> None:
+def test_keys_of_another_type_are_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixer_kernels.running, "mixer", (None, 0), raising=False)
     q, v, rates = torch.ones(1, 3, 2, 32), torch.ones(1, 3, 2, 32), torch.zeros(1, 3, 2)
     assert mixer_kernels._delta(q, q, v, rates, rates) is not None
     assert mixer_kernels._delta(q, q.bfloat16(), v, rates, rates) is None
