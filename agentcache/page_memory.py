@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 Shapes = tuple[tuple[int, ...], ...]
-PIECE_BYTES = 4 << 20  # committed in one step, between which requests are looked for
+PIECE_BYTES = 1 << 20  # committed in one step, between which requests are looked for
 USED_BYTES = 512 << 20  # of pages that are gone, kept at most, and a quarter of what engines may keep in pages
 
 
