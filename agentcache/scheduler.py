@@ -327,7 +327,7 @@ class Scheduler:
             count = min(budget, request.remaining)
             if isinstance(request.sequence, StockSequence):
                 count = request.remaining  # its own cache decides what a chunk may be
-            elif request.sequence is not None and request.sequence.state is not None:
+            elif request.sequence is not None and (state := request.sequence.state) is not None and state.alignment > 1:
                 count = self.most_rows  # its cuts decide: other pieces would give other bits
             pack.append((request, request.work(count)))
             budget -= count

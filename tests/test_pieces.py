@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentcache import Sampling
 from tests.asking import SYSTEM, Asking, by_pieces, user
 
 WORDS = "the wind at sea turns to north and a ship keeps its log by night".split()
@@ -78,6 +79,23 @@ def test_a_pinned_conversation_and_what_goes_on_from_it(hybrids: dict[str, Askin
         group = one.engine.pin(turns, namespace=f"pin {words}")
         asked = [*turns, user(text(40))]
         assert same(one, asked, tools=(), tokens=2, namespace=group.namespace) >= group.prefix_tokens - 64
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_prompt_filled_beside_one_that_decodes(family: str, hybrids: dict[str, Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.scheduler.STEP", 0.0)  # so that time does not matter: the smallest pieces
+    one, asked = hybrids[family], [SYSTEM, user(text(90)), assistant(text(30)), user(text(9))]
+    engine, expected = one.engine, one(asked, tools=(), reuse="off")[1]
+    with engine.stream([user("x")], sampling=Sampling(max_tokens=400, ignore_eos=True)) as decoding:
+        next(decoding)
+        before = engine.scheduler.rounds
+        said, logits = one(asked, tools=(), namespace="beside")
+        small = engine.scheduler.rounds - before > said.receipt.prompt_tokens // 16
+        assert small == (engine.model.support.alignment == 1)
+        assert torch.equal(logits, expected)
+        again, logits = one(asked, tools=(), namespace="beside")
+        assert torch.equal(logits, expected)
+        assert again.receipt.cached_tokens > 64
 
 
 def test_a_group_as_long_as_its_checkpoint(hybrids: dict[str, Asking]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,13 @@ def test_who_decodes_always_goes_and_limits_what_is_filled_beside(idle: Schedule
     assert compose(idle, long, decoding) == [(decoding, 1), (long, int(100 * (module.STEP - 1)))]
     idle.ms_per_token = 1000.0
     assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "a fill never stands still"
+
+
+def test_states_that_depend_on_pieces_are_filled_by_their_cuts(idle: Scheduler) -> None:
+    idle.ms_per_token, idle._decode_ms = 1.0, 100.0
+    for alignment, tokens in ((64, 512), (1, 300)):
+        decoding, long = Pretender(1, filling=False), Pretender(5000, sequence=SimpleNamespace(state=SimpleNamespace(alignment=alignment)))
+        assert compose(idle, long, decoding) == [(decoding, 1), (long, tokens)]
 
 
 def test_short_prompts_do_not_starve_a_long_one(idle: Scheduler) -> None:
