@@ -111,6 +111,20 @@ def _without_tracebacks(error: BaseException) -> BaseException:
     return error
 
 
+def _pack_of(work: Work) -> int:
+    """The pack that work runs in: of pages alone, of next tokens of sequences with states, or its own."""
+    sequence = work.sequence
+    if isinstance(sequence, StockSequence) or sequence.state is None:
+        return id(work) if isinstance(sequence, StockSequence) else 0
+    return 1 if sequence.state.packs_pieces and sequence.adapter is None and len(work.ids) == 1 else id(work)
+
+
+def _failed(work: Work, error: BaseException) -> Outcome:
+    if isinstance(work.sequence, Sequence):
+        work.sequence.truncate(work.sequence.length)
+    return Outcome(error=as_failure(error, work.sequence.length + len(work.ids)))
+
+
 def process_threads() -> int:
     """The number that `torch.set_num_threads` was last given in any thread: only threads started later see it, so one is started."""
     counts: list[int] = []
@@ -131,18 +145,17 @@ class Runner:
         use_threads(process_threads())
 
     def run(self, work: list[Work]) -> list[Outcome]:
-        """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""
-        paged = [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.state is None]
-        outcomes = {id(w): o for w, o in zip(paged, self._run_checked(paged), strict=True)}
+        """Run work in packs, one forward each, and advance its sequences. Members of a pack of pages that fails are run one by one."""
+        packs: dict[int, list[Work]] = {}
         for w in work:
-            if id(w) not in outcomes:  # a state, or a cache of transformers' own, is of one sequence
-                outcomes[id(w)] = self._run_checked([w])[0] if w.fingerprint or isinstance(w.sequence, Sequence) else self._run_alone(w)
+            packs.setdefault(_pack_of(w), []).append(w)
+        outcomes = {id(w): o for pack in packs.values() for w, o in zip(pack, self._run_checked(pack), strict=True)}
         return [outcomes[id(w)] for w in work]
 
     def _run_checked(self, work: list[Work]) -> list[Outcome]:
         """Run work of the present weights; its outcomes say if these change meanwhile. Work without a fingerprint runs in any case."""
         fingerprint = self.model.fingerprint
-        if fingerprint is None:
+        if fingerprint is None or not any(w.fingerprint or isinstance(w.sequence, Sequence) for w in work):
             return self._pack(work)
         token = fingerprint.token
         here = token is not None and not token.adapters_changed()
@@ -161,6 +174,8 @@ class Runner:
         done = self._try(work)
         if not isinstance(done, BaseException):
             return done
+        if isinstance(work[0].sequence, Sequence) and work[0].sequence.state is not None:  # states changed in part: none can go on
+            return [_failed(w, done) for w in work]
         what = "did not fit in memory" if _no_memory(done) else f"failed: {type(done).__name__}"
         why = f"ran alone after a pack of {len(work)} {what}"
         _without_tracebacks(done)
@@ -171,12 +186,7 @@ class Runner:
 
     def _run_alone(self, work: Work) -> Outcome:
         done = self._try([work])
-        if not isinstance(done, BaseException):
-            return done[0]
-        tokens = work.sequence.length + len(work.ids)
-        if isinstance(work.sequence, Sequence):
-            work.sequence.truncate(work.sequence.length)
-        return Outcome(error=as_failure(done, tokens))
+        return _failed(work, done) if isinstance(done, BaseException) else done[0]
 
     def _try(self, work: list[Work]) -> list[Outcome] | BaseException:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Sampling
+from agentcache.errors import OutOfMemoryError
+from agentcache.model.attention import Part
 from tests.asking import SYSTEM, Asking, by_pieces, user
 
 WORDS = "the wind at sea turns to north and a ship keeps its log by night".split()
@@ -96,6 +99,40 @@ def test_a_prompt_filled_beside_one_that_decodes(family: str, hybrids: dict[str,
         again, logits = one(asked, tools=(), namespace="beside")
         assert torch.equal(logits, expected)
         assert again.receipt.cached_tokens > 64
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_next_tokens_of_several_share_forwards_and_keep_their_bits(family: str, hybrids: dict[str, Asking]) -> None:
+    engine, asked = hybrids[family].engine, [[SYSTEM, user(text(20 + 9 * at))] for at in range(3)]
+    expected = [hybrids[family](each, tools=(), tokens=30, reuse="off")[1] for each in asked]
+    sampling, found = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True), [list[torch.Tensor]() for _ in asked]
+    with mock.patch.object(engine.model, "forward", wraps=engine.model.forward) as forwards:
+        takes = [lambda logits, own=own: own.append(logits.clone()) for own in found]
+        streams = [engine.stream(each, sampling=sampling, on_logits=take) for each, take in zip(asked, takes, strict=True)]
+        for stream in streams:
+            assert stream.completion.receipt.bitwise
+    packs = [len(call.args[1]) for call in forwards.call_args_list]
+    assert max(packs) == 3
+    assert sum(packs) >= len(packs) + 40
+    for own, logits in zip(found, expected, strict=True):
+        assert torch.equal(torch.stack(own), logits)
+
+
+def test_states_of_a_pack_that_fails_go_on_nowhere(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = asking("lfm2", None)
+    forward, sampling = one.engine.model.forward, Sampling(max_tokens=400, ignore_eos=True)
+
+    def fail(ids: torch.Tensor, parts: list[Part], *some: Any) -> torch.Tensor:
+        if len(parts) > 1:
+            forward(ids, parts, *some)
+            raise RuntimeError("not enough memory")
+        return forward(ids, parts, *some)
+
+    monkeypatch.setattr(one.engine.model, "forward", fail)
+    for stream in [one.engine.stream([user(word)], sampling=sampling) for word in "ab"]:
+        with pytest.raises(OutOfMemoryError):
+            stream.completion  # noqa: B018
+    assert len(one([user("a")], tools=())[0].ids) == 6
 
 
 def test_a_group_as_long_as_its_checkpoint(hybrids: dict[str, Asking]) -> None:

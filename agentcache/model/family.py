@@ -28,8 +28,8 @@ class Support:
     """What can be done with one loaded model. name: its model type. why: the first obstacle, where its state cannot be paged.
 
     row_pure: in the proof a token's bits did not depend on the tokens beside it. packs_pieces: nor, with recurrent layers, on which pieces
-    of the sequence ran in one forward. alignment: checkpoints stand at its multiples; 1: nor did they depend on where pieces ended.
-    proof: this load made it, or found an earlier one's; "" where there was none: our own loop, or an obstacle before it.
+    of the sequence, or next tokens of others, ran in one forward. alignment: checkpoints stand at its multiples; 1: nor did they depend on
+    where pieces ended. proof: this load made it, or found an earlier one's; "" where there was none: own loop, or an obstacle before it.
     """
 
     name: str

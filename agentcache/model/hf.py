@@ -342,7 +342,7 @@ class HFModel:
             with RowPureLinear(numerics.kernel, numerics.even, head, glance, adapt) as products:
                 running.products = products
                 if state is not None:
-                    state.cut(products, *batch.parts[0].cuts)
+                    state.begin(products, batch.parts)
                 logits = self._generic(ids, positions, wanted, state)
         finally:
             running.batch = running.tables = running.products = None

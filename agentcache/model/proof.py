@@ -31,12 +31,13 @@ from .numerics import Numerics
 TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
 STATE_TOKENS = 101  # of models with states, cut at 64
-REVISION = "11"  # of the proof: raise it when it asks for more
+REVISION = "12"  # of the proof: raise it when it asks for more
 FLOPS = 1e11  # of one forward at most: less than a second on two cores
 CUTS = (1, 64, 101)  # where a run is cut: after one token, at a multiple of 64, and amid a chunk
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest
 ODD_CUTS = (1, 2, 37, 64, 65, 100)  # of models with states, whose pieces may end anywhere: pieces of one token are steps of decoding
 STATE_COSINE = 0.9995  # the same for states that go on: both sides ran the same kernels; a state that loses something stays below
+BESIDE = (64, 37)  # tokens of two sequences with states, whose next ones run in one forward
 ROUNDINGS = 4  # by which quantised states may differ more than rows beside them change, and runs in pieces more than kernels do
 CUT_COSINE = 0.99995  # of 16-bit logits in pieces, against those of the whole: the same kernels, over other numbers of rows
 CUT_COSINE_ELSEWHERE = 0.999  # on devices whose libraries may add up parts of a product in 16 bits, as cuBLAS does for few rows
@@ -51,7 +52,8 @@ MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError
 
 class Verdict(NamedTuple):
     """What a proof says: why pages cannot be reused, "" if they can; whether bits depend neither on the tokens run beside, nor, of a
-    sequence with states, on which of its pieces ran in one forward. alignment: pieces end at its multiples; 1: or anywhere."""
+    sequence with states, on which of its pieces, or whose next tokens, ran in one forward. alignment: pieces end at its multiples; 1: or
+    anywhere."""
 
     why: str
     pure: bool = False
@@ -201,10 +203,10 @@ def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected
     if not pure and _alike(model, found, pieces) < SHARE:
         return Verdict("copies of its states do not continue as the states do")
     known = sequence, pieces
-    joined = _same(model, ids, places, [tokens], stops, known) if pure else None
-    apart = _same(model, ids, places, [*ODD_CUTS, tokens], ODD_CUTS, known, 1) if joined else None
+    packs_pieces = pure and _same(model, ids, places, [tokens], stops, known) is not None and _same_beside(model, ids)
+    apart = _same(model, ids, places, [*ODD_CUTS, tokens], ODD_CUTS, known, 1) if packs_pieces else None
     seamless = apart is not None and _same(model, ids, places, [tokens], ODD_CUTS, apart, 1) is not None
-    return Verdict("", pure, joined is not None, 1 if seamless else CHECKPOINT_TOKENS)
+    return Verdict("", pure, packs_pieces, 1 if seamless else CHECKPOINT_TOKENS)
 
 
 def _same(
@@ -227,6 +229,27 @@ def _same(
     states, others = _states(sequence, cuts), _states(other, sequence.cuts)
     pairs = [*_pairs(sequence, other), *zip(states, others), (found, logits)]
     return (other, found) if len(states) == len(others) and all(torch.equal(a, b) for a, b in pairs) else None
+
+
+def _same_beside(model: Provable, ids: torch.Tensor) -> bool:
+    """Tell whether two sequences' next tokens have the same bits in one forward as in one each: keys, values, logits and states."""
+    found, regime = [], model.regime(len(ids)) or ""
+    for together in (False, True):
+        pair, logits = [_run(model, ids[:length], [length], [], whole=len(ids))[0] for length in BESIDE], []
+        for _ in range(2):
+            for sequences in [pair] if together else [[one] for one in pair]:
+                parts = [Part(one, one.length, 1, at) for at, one in enumerate(sequences)]
+                for one in sequences:
+                    one.reserve(1)
+                try:
+                    logits.append(model.forward(ids[[p.start for p in parts]], parts, [regime] * len(parts), range(len(parts))))
+                except MODEL_FAULTS:
+                    return False
+                for one in sequences:
+                    one.advance(1)
+        found.append([torch.cat(logits), *(state for one in pair for state in _states(one, ()))])
+        found[-1] += [rows for one in pair for layer in range(one.spec.layers) for rows in one.read(layer)]
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def _run(

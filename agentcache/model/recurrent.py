@@ -22,9 +22,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..checkpoints import CHECKPOINT_TOKENS
+from ..checkpoints import CHECKPOINT_TOKENS, LiveState
 from ..copy_memory import copies
 from . import mixer_kernels
+from .attention import Part
 from .kernels.dispatch import RowPureLinear
 
 States = tuple[torch.Tensor | None, ...]
@@ -84,9 +85,9 @@ def layers_with_state(config: Any) -> list[str]:
 class RecurrentState(Cache):
     """The states of one sequence after `length` tokens; a forward changes them in place.
 
-    packs_pieces: one forward may run several pieces. alignment: checkpoints stand at its multiples. Of the forward that runs: its products,
-    its number of rows, and where its pieces end but for the last one. A layer's states after some rows are noted: between pieces, or by
-    compiled kernels amid all rows.
+    packs_pieces: one forward may run several pieces, and next tokens of several sequences. alignment: checkpoints stand at its multiples.
+    Of the forward that runs: its products, its number of rows, and where its pieces end but for the last one. A layer's states after some
+    rows are noted: between pieces, or by compiled kernels amid all rows. beside: of other sequences, whose tokens follow the first row.
     """
 
     def __init__(self, config: Any, packs_pieces: bool = False, alignment: int = CHECKPOINT_TOKENS) -> None:
@@ -96,8 +97,9 @@ class RecurrentState(Cache):
         self.products: RowPureLinear | None = None
         self.rows = 0
         self.stops: tuple[int, ...] = ()
+        self.beside: tuple[LiveState | None, ...] = ()
         self._noted: dict[int, dict[tuple[int, str, int], torch.Tensor]] = {}  # by the row; the layer, the kind of state and its number
-        self.done: list[Any] = []  # outputs of the earlier pieces of the layer that runs
+        self.done: list[Any] = []  # outputs of the layer that runs: of earlier pieces, or of other sequences
 
     def advance(self, tokens: int) -> None:
         """Declare so many tokens run."""
@@ -149,9 +151,11 @@ class RecurrentState(Cache):
         """The layers that keep a state, by their number."""
         return {at: layer for at, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
-    def cut(self, products: RowPureLinear, rows: int, stops: tuple[int, ...], kept: tuple[int, ...]) -> None:
-        """Begin a forward of so many rows, whose pieces end at `stops` and at its last row; states after some of them are kept."""
-        self.products, self.rows, self.stops, self.done = products, rows, stops, []
+    def begin(self, products: RowPureLinear, parts: list[Part]) -> None:
+        """Begin a forward of one part, or of the next token of several sequences, of which this one is the first."""
+        self.products, self.done, self.beside = products, [], tuple(part.sequence.state for part in parts[1:])
+        self.rows, self.stops, kept = parts[0].cuts
+        self.rows += len(self.beside)
         self._noted = {stop: {} for stop in kept}
 
     def note(self, layer: int, stop: int) -> None:
@@ -214,8 +218,9 @@ class Mixers:
     """The modules of a decoder that keep states: made to work on `CHECKPOINT_TOKENS` where they compute in larger chunks, since a call of
     few tokens computes a whole chunk, whose work grows with its square.
 
-    A forward of several pieces runs them piece by piece, unless their kernels are compiled and states do not depend on pieces. Everything
-    else, and products of the rows that they are given, are computed for all rows at once. compiles: with compiled kernels, where they can.
+    They run one by one for next tokens of several sequences; and piece by piece for several pieces, unless their kernels are compiled and
+    states do not depend on pieces. Everything else, and products of the rows that they are given, are computed for all rows at once.
+    compiles: with compiled kernels, where they can.
     """
 
     def __init__(self, decoder: Any, compiles: bool = False) -> None:
@@ -263,8 +268,13 @@ class Mixers:
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         state = _state_of(args, kwargs)
-        if state is None or not state.stops or state.done:  # another engine's hook of this module came first
+        if state is None or not (state.stops or state.beside) or state.done:  # another engine's hook of this module came first
             return None
+        if state.beside:
+            for row, other in enumerate(state.beside, 1):
+                some, named = _rows(state, (args, kwargs), row, row + 1, other)
+                state.done.append(module.forward(*some, **named))
+            return _rows(state, (args, kwargs), 0, 1)  # type: ignore[no-any-return]
         if state.alignment == 1 and module in self._compiled:  # states do not depend on pieces, and its kernels note them
             return None
         stops = (0, *state.stops)
@@ -280,7 +290,7 @@ class Mixers:
             return None
         assert state.products is not None
         state.products.forget()
-        done, state.done = [*state.done, output], []
+        done, state.done = [output, *state.done] if state.beside else [*state.done, output], []
         if isinstance(output, torch.Tensor):
             return torch.cat(done, 1)
         return tuple(torch.cat(some, 1) if isinstance(some[0], torch.Tensor) else some[-1] for some in zip(*done, strict=True))
@@ -294,11 +304,13 @@ def _state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecurrentState |
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, RecurrentState)), None)
 
 
-def _rows(state: RecurrentState, given: Any, start: int, stop: int | None) -> Any:
-    """A module's arguments, each cut to rows [start, stop)."""
+def _rows(state: RecurrentState, given: Any, start: int, stop: int | None, own: LiveState | None = None) -> Any:
+    """A module's arguments, each cut to rows [start, stop). own: the state of these rows, if it is another."""
+    if given is state:
+        return own or state
     if isinstance(given, torch.Tensor):
         assert state.products is not None
         return state.products.share(given, start, stop) if given.ndim > 1 and given.shape[1] == state.rows else given
     if isinstance(given, (tuple, list)):
-        return tuple(_rows(state, each, start, stop) for each in given)
-    return {name: _rows(state, each, start, stop) for name, each in given.items()} if isinstance(given, dict) else given
+        return tuple(_rows(state, each, start, stop, own) for each in given)
+    return {name: _rows(state, each, start, stop, own) for name, each in given.items()} if isinstance(given, dict) else given

@@ -271,6 +271,12 @@ def test_layers_that_cannot_be_cut_keep_their_pieces_apart(proofs: list[str], mo
     assert load("lfm2").support == Support("lfm2", True, "", True, False, 64)
 
 
+def test_states_that_are_mixed_up_keep_sequences_and_pieces_apart(proofs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = recurrent._rows
+    monkeypatch.setattr(recurrent, "_rows", lambda state, given, start, stop, own=None: rows(state, given, start, stop))
+    assert load("qwen3_5_text").support == Support("qwen3_5_text", True, "", True, False, 64)
+
+
 def test_layers_that_see_other_rows_keep_pieces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     held = HFModel(families.build("bamba"))
     norm = type(held.decoder.layers[0].input_layernorm)
