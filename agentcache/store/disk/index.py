@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,14 +33,11 @@ CHILD = "SELECT 1 FROM pages WHERE parent = ? AND fingerprint = ? LIMIT 1"
 UNDER = "parent = ? AND fingerprint = ? AND precision = ?"
 
 
-class Index(IndexMetadata):
+class Index(IndexMetadata, AbstractContextManager["Index"]):
     """The index of one store. Thread safe; many processes may hold it at once, and a fork of one may go on using it.
 
     StoreCorruptError: the file is damaged, `rebuild` makes it anew. In a read-only folder methods that write do nothing.
     """
-
-    def __enter__(self) -> Index:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
