@@ -22,8 +22,6 @@ from . import schema
 from .index_metadata import IndexMetadata, pinned, tick, where
 from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode, readable
 
-__all__ = ["Index", "Row"]
-
 CHILDREN = 256  # partial pages under one parent; also how many continuations a lookup compares
 ASKED = 32  # whole pages looked up by one statement
 LISTED = 256  # rows read at once
