@@ -31,7 +31,6 @@ class File(Protocol):
 
     def changed(self) -> bool:
         """Tell whether it was written to since it was opened."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,19 +69,15 @@ class LiveState(Protocol):
 
     def copy_at(self, stop: int) -> tuple[torch.Tensor | None, ...] | None:
         """Copies of the states after a row of the last forward at which one of its pieces ended; None if there are none."""
-        ...
 
     def advance(self, tokens: int) -> None:
         """Declare so many tokens run."""
-        ...
 
     def copy(self) -> tuple[torch.Tensor | None, ...]:
         """Copy the states."""
-        ...
 
     def restore(self, states: tuple[torch.Tensor | None, ...], length: int) -> None:
         """Go on from copied states after `length` tokens."""
-        ...
 
 
 def marks_of(layout: Layout, alignment: int, whole: bool = False) -> tuple[int, ...]:

@@ -378,7 +378,7 @@ def _plain(said: Any) -> Any:
 def _end(
     process: int, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, thread: threading.Thread, gate: threading.Lock
 ) -> None:  # fmt: skip
-    if process != os.getpid() or loop.is_closed():  # the thread stayed in the parent
+    if process != os.getpid() or loop.is_closed() or thread is threading.current_thread():  # in a child the thread is the parent's
         return
 
     async def end() -> None:
@@ -388,8 +388,6 @@ def _end(
         await asyncio.gather(*tasks, return_exceptions=True)
         await http.aclose()
 
-    if thread is threading.current_thread():
-        return
     with gate:
         ended = asyncio.run_coroutine_threadsafe(end(), loop)
     ended.result()

@@ -188,7 +188,7 @@ class Engine(ProcessOwned, Documents):
         for note in expected.notes:
             account.record_note(note)
         asked = Asked(
-            layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
+            layout, namespace, sampling, self._stop_ids, received, expected, accepted, turn,
             adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **check_callbacks(callbacks),
         )  # fmt: skip
         running = self._running(asked, account, guide)
@@ -333,7 +333,7 @@ class Engine(ProcessOwned, Documents):
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
         asked = Asked(
-            filled, namespace, fit_sampling(Sampling(max_tokens=1), filled, self.model), self._stop_ids, received, called, fill_only=True,
+            filled, namespace, fit_sampling(Sampling(max_tokens=1), filled, self.model), self._stop_ids, received, fill_only=True,
             on_progress=on_progress, adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,
         )  # fmt: skip
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")

@@ -61,12 +61,9 @@ class HitAudit:
         count = running.admitted_tokens  # without tokens from other positions
         found = self.store.tree.match(scope, running.ids.array(count + 1), peek=True)
         if len(found.pages) * PAGE_TOKENS >= count:
-            keys = tuple(entry.key for entry in found.entries)
-            numerics = self.runner.model.numerics
-            assert numerics is not None
-            ids = running.ids.array(count).copy()
-            assert isinstance(running.sequence, Sequence)
-            own = running.sequence
+            own, numerics = running.sequence, self.runner.model.numerics
+            assert isinstance(own, Sequence) and numerics is not None
+            ids, keys = running.ids.array(count).copy(), tuple(entry.key for entry in found.entries)
             marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
             state = self.runner.model.new_state()
             sequence = Sequence(spec, state=state, cuts=own.cuts, marks=marks, adapter=own.adapter, acts_from=own.acts_from)
@@ -139,7 +136,7 @@ class HitAudit:
 
     def _count(self, **counts: int) -> None:
         if disk := self.store.disk:
-            disk.count({f"audit_{name}": count for name, count in counts.items()})
+            disk.writer.after(lambda: disk.index.add_counters({f"audit_{name}": count for name, count in counts.items()}))
 
 
 def due(every: int) -> bool:

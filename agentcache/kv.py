@@ -65,16 +65,15 @@ class Sequence:
     def attach_below(self, pages: Seq[Page], stop: int, layers: int) -> None:
         """Take the lowest layers of positions [length, stop) from pages of the same tokens that keep the next layer's inputs, and compute
         the layers above from those: sealed pages are shared, others copied."""
-        start = at = self.length
-        for page, slot, count in stored_slots(pages, 0, start, stop):
+        start = self.length
+        for page, slot, count, offset in stored_slots(pages, 0, start, stop):
             if count == PAGE_TOKENS:
-                self.pages.append(Page.on_layers_of(self.spec, page, layers, self))
+                self.pages.append(Page(self.spec, below=page, shared=layers, owner=self))
             else:
-                self.reserve_to(at + count)
+                self.reserve_to(start + offset + count)
                 some = slice(slot, slot + count)
                 for (keys, values), (known_keys, known_values) in zip(self.pages[-1].blocks[:layers], page.blocks[:layers], strict=True):
                     keys[..., some], values[..., some, :] = known_keys[..., some], known_values[..., some, :]
-            at += count
         states = stored_states(pages, 0, layers, start, stop)
         self.place([Ahead(start, stop, layers, states, exact=True)])
 
@@ -85,9 +84,8 @@ class Sequence:
 
     def next_cut(self) -> int | None:
         """The next position at which a forward has to end: of pieces that may be joined, the last one that is no page away."""
-        cuts = [cut for cut in self.cuts if cut > self.length]
         joined = self.cuts_within(self.length, PAGE_TOKENS + 1)
-        return joined[-1] if joined else next(iter(cuts), None)
+        return joined[-1] if joined else next((cut for cut in self.cuts if cut > self.length), None)
 
     def cuts_within(self, start: int, tokens: int) -> list[int]:
         """The positions at which pieces end amid a forward of so many tokens."""
@@ -97,9 +95,7 @@ class Sequence:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more; only then may `slots` of that range be written."""
         while len(self.pages) * PAGE_TOKENS < self.length + tokens:
-            page = Page(self.spec)
-            page.claim(0, self)
-            self.pages.append(page)
+            self.pages.append(Page(self.spec, owner=self))
 
     def reserve_to(self, position: int) -> None:
         """Make room up to this position."""
@@ -118,12 +114,7 @@ class Sequence:
 
     def slots(self, start: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
         """The pages under positions [start, stop): (page, first slot, count, offset from start)."""
-        at = start
-        while at < stop:
-            slot = at % PAGE_TOKENS
-            count = min(PAGE_TOKENS - slot, stop - at)
-            yield self.pages[at // PAGE_TOKENS], slot, count, at - start
-            at += count
+        return stored_slots(self.pages, 0, start, stop)
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] of one layer at positions from `start` on."""
@@ -203,7 +194,7 @@ class Sequence:
         That includes slots after `length` which a failed forward may have written.
         """
         for page, slot, count, _ in self.slots(tokens, len(self.pages) * PAGE_TOKENS):
-            for keys, values in page.own_blocks:
+            for keys, values in page.blocks[page.shared_layers :]:
                 keys[..., slot : slot + count] = 0
                 values[..., slot : slot + count, :] = 0
             page.forget_states(slot, slot + count)

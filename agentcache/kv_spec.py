@@ -55,14 +55,9 @@ class KVSpec:
         return sum(heads * (keys + values) for heads, keys, values in self.layer_widths) * self.dtype.itemsize
 
     @property
-    def boundary_bytes(self) -> int:
-        """Bytes of one token's boundaries."""
-        return len(self.boundaries) * self.hidden * self.dtype.itemsize
-
-    @property
     def page_bytes(self) -> int:
         """Bytes of one page in memory."""
-        return PAGE_TOKENS * (self.token_bytes + self.boundary_bytes)
+        return PAGE_TOKENS * (self.token_bytes + len(self.boundaries) * self.hidden * self.dtype.itemsize)
 
 
 def finite(values: torch.Tensor) -> bool:

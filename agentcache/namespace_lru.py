@@ -16,7 +16,6 @@ class Covering(Protocol):
 
     def covers(self, namespace: str, made: float) -> bool:
         """Tell whether it covers an object of this namespace, made at that time."""
-        ...
 
 
 class NamespaceLRU(Generic[K, V]):

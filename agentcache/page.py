@@ -41,7 +41,7 @@ class Page:
     layer_keys, layer_values: one view per layer. file: whose mapped memory that is, None if it is the page's own.
     boundaries: hidden states [512, hidden] by layer, where they were kept. checkpoints: by the number of slots before them.
     shared_layers: number of the lowest layers whose memory is that of `below`, a sealed page with the same tokens. wrong: a check found
-    other keys or values than computing gives.
+    other keys or values than computing gives. owner: has the sole right to append.
     """
 
     __slots__ = (
@@ -49,7 +49,9 @@ class Page:
         "layer_values", "shared_layers", "spec", "tier", "values", "wrong",
     )  # fmt: skip
 
-    def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False, below: Page | None = None, shared: int = 0) -> None:
+    def __init__(
+        self, spec: KVSpec, tier: Tier = "device", whole: bool = False, below: Page | None = None, shared: int = 0, owner: object = None
+    ) -> None:
         self.spec = spec
         self.tier: Tier = tier
         while below is not None and below.shared_layers >= shared:
@@ -75,7 +77,7 @@ class Page:
         self.checkpoints: dict[int, Checkpoint] = {}
         self.filled = 0
         self._addresses: np.ndarray | None = None
-        self._claim: object | None = None
+        self._claim: object | None = owner
         self._lock = threading.Lock()
 
     def _views(self) -> None:
@@ -96,11 +98,6 @@ class Page:
     def blocks(self) -> Seq[tuple[torch.Tensor, torch.Tensor]]:
         """Keys [.., width, 512] and values [.., 512, width] of each layer."""
         return list(zip(self.layer_keys, self.layer_values, strict=True))
-
-    @property
-    def own_blocks(self) -> Seq[tuple[torch.Tensor, torch.Tensor]]:
-        """The same of the layers that lie in the page's own memory, not in that of `below`."""
-        return self.blocks[self.shared_layers :]
 
     def use_mapped(self, memory: torch.Tensor, file: File) -> None:
         """Use the memory of a mapped file, which holds a whole page: of each layer its keys, then its values."""
@@ -194,13 +191,6 @@ class Page:
         for states in self.boundaries.values():
             states[start:stop] = float("nan")
 
-    @classmethod
-    def on_layers_of(cls, spec: KVSpec, below: Page, shared: int, owner: object) -> Page:
-        """An empty page over the lowest layers of a sealed one with the same tokens; its owner alone fills it."""
-        page = cls(spec, below=below, shared=shared)
-        page._claim = owner
-        return page
-
     def branch(self, tokens: int, owner: object) -> Page:
         """A private copy of the first `tokens` slots, claimed by `owner`."""
         page = self.copy(tokens)
@@ -221,20 +211,20 @@ def last_checkpoint(pages: Seq[Page], tokens: int, cuts: Seq[int] | None = None)
     return 0
 
 
-def stored_slots(pages: Seq[Page], base: int, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
-    """The pages under positions [start, stop) as (page, first slot, count); the first slot of the first page is position `base`."""
-    at = start - base
-    while at < stop - base:
-        slot = at % PAGE_TOKENS
-        count = min(PAGE_TOKENS - slot, stop - base - at)
-        yield pages[at // PAGE_TOKENS], slot, count
+def stored_slots(pages: Seq[Page], base: int, start: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
+    """The pages under positions [start, stop): (page, first slot, count, offset from start). Their first slot is position `base`."""
+    at = start
+    while at < stop:
+        place, slot = divmod(at - base, PAGE_TOKENS)
+        count = min(PAGE_TOKENS - slot, stop - at)
+        yield pages[place], slot, count, at - start
         at += count
 
 
 def stored_states(pages: Seq[Page], base: int, layer: int, start: int, stop: int) -> torch.Tensor | None:
     """The inputs of a layer that were kept with these tokens [stop - start, hidden], None if some were not."""
     found = []
-    for page, slot, count in stored_slots(pages, base, start, stop):
+    for page, slot, count, _ in stored_slots(pages, base, start, stop):
         kept = page.boundaries.get(layer)
         if kept is None or not finite(kept[slot : slot + count]):
             return None
@@ -244,10 +234,9 @@ def stored_states(pages: Seq[Page], base: int, layer: int, start: int, stop: int
 
 def states_until(pages: Seq[Page], layer: int, start: int, stop: int) -> int:
     """The end of the tokens from `start` on whose inputs of a layer were kept, at most `stop`."""
-    for page, slot, count in stored_slots(pages, 0, start, stop):
+    for page, slot, count, offset in stored_slots(pages, 0, start, stop):
         kept = page.boundaries.get(layer)
         known = torch.zeros(count, dtype=torch.bool) if kept is None else torch.isfinite(kept[slot : slot + count]).all(1)
         if not bool(known.all()):
-            return start + int(known.logical_not().int().argmax())
-        start += count
-    return start
+            return start + offset + int(known.logical_not().int().argmax())
+    return stop

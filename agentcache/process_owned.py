@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .errors import ConfigError, EngineClosedError, EngineForkedError
@@ -24,7 +25,7 @@ def off_store_threads(end: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class ProcessOwned:
+class ProcessOwned(AbstractContextManager[Any]):
     """Base of both kinds of engine. Close it, or use it as a context manager.
 
     _HOLDS: what no other process can have, in words. _end: releases it at the first call.
@@ -66,9 +67,6 @@ class ProcessOwned:
     def __reduce__(self) -> str:
         name = getattr(self, "name", "")
         raise ConfigError(f"{type(self).__name__}({name!r}) cannot be pickled: it holds {self._HOLDS}; make one in each process, by name")
-
-    def __enter__(self) -> Any:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .types import Message, Tool
 Said = Message | Mapping[str, Any]
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """A file that requests are appended to. Safe to use from many threads; several processes may append to one file.
 
     A recording never fails a request: what cannot be written ends it, with one StoreWarning. Close it, or use it as a context manager.
@@ -95,9 +96,6 @@ class Recorder:
             file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-    def __enter__(self) -> Recorder:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

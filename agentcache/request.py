@@ -70,8 +70,6 @@ class Asked:
     stop_ids: frozenset[int]
     # arrival, by the store's clock: tokens deleted since are not cached
     received: Moment
-    # when the request came, by time.perf_counter()
-    called: float
     # form of the completion; None: there is none
     expected: Expected | None = None
     reuse: Reuse = "exact"

@@ -53,21 +53,18 @@ class IdleWork(Protocol):
     @property
     def pending(self) -> bool:
         """Tell whether an idle moment could be used."""
-        ...
 
     def step(self) -> None:
         """Do one short piece of it."""
-        ...
 
     def counts(self) -> Stats:
         """Counts of what it found so far, by family and label."""
-        ...
 
 
 class Scheduler:
     """The device's one thread. submit() from any thread; close() ends it after the running round.
 
-    rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: work for idle moments.
+    rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: work for idle moments. live: requests that hold pages now.
     """
 
     def __init__(self, runner: Runner, store: Store, chunk_tokens: int | None = None, log: ReceiptLog | None = None) -> None:
@@ -96,7 +93,7 @@ class Scheduler:
         self._decode_ms = 0.0
         self._inbox: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
         self._waiting: list[Running] = []
-        self._live: list[Running] = []
+        self.live: list[Running] = []
         self._gate = threading.Lock()  # nothing comes into the inbox once it is closed
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
@@ -125,14 +122,9 @@ class Scheduler:
         if namespace is None:
             for work in self.idle:
                 stats |= work.counts()
-            stats["queue"] = {"waiting": self._inbox.qsize() + len(self._waiting), "running": len(self._live)}
+            stats["queue"] = {"waiting": self._inbox.qsize() + len(self._waiting), "running": len(self.live)}
             stats["store"] = dict(self.store.tree.audit())
         return stats
-
-    @property
-    def live(self) -> int:
-        """Number of requests that hold pages now."""
-        return len(self._live)
 
     def check_caller(self) -> None:
         """ConfigError on the device's thread, which a request would hold up, waiting for itself."""
@@ -188,7 +180,7 @@ class Scheduler:
                 prepared.take(spec.shapes, spec.dtype)
             pool.close(budget)
             self._collect(0.0)
-            for request in (*self._live, *self._waiting):
+            for request in (*self.live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))
             if self._log is not None:
                 self._log.close()
@@ -200,16 +192,16 @@ class Scheduler:
         self._start_waiting()
         if self.read_ahead is not None:
             self.read_ahead.step(self.ms_per_token)
-        self.store.defer_writes(bool(self._live))
+        self.store.defer_writes(bool(self.live))
         pack = self._compose()
         if pack and not self._closed.is_set():
             self._forward(pack)
-        elif not self._live and not self._waiting and not self._closed.is_set():
+        elif not self.live and not self._waiting and not self._closed.is_set():
             for work in self.idle:
                 work.step()
             if shape := self._page_to_commit():
                 prepared.step(*shape)
-        self.store.defer_writes(bool(self._live))  # before this thread waits for requests
+        self.store.defer_writes(bool(self.live))  # before this thread waits for requests
 
     def _page_to_commit(self) -> tuple[Shapes, torch.dtype] | None:
         """Shape and type of the next request's page, as long as its memory is not ready."""
@@ -219,7 +211,7 @@ class Scheduler:
 
     def _wait_s(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
-        if self._live or (not self._waiting and (any(work.pending for work in self.idle) or self._page_to_commit())):
+        if self.live or (not self._waiting and (any(work.pending for work in self.idle) or self._page_to_commit())):
             return 0.0
         return POLL_S if self._waiting else None
 
@@ -240,17 +232,17 @@ class Scheduler:
         self._inbox.put(None)
 
     def _drop_cancelled(self) -> None:
-        for request in [r for r in (*self._live, *self._waiting) if r.events.cancelled]:
+        for request in [r for r in (*self.live, *self._waiting) if r.events.cancelled]:
             self._fail(request, CancelledError("the stream was closed by its caller"), "cancelled")
 
     def _start_waiting(self) -> None:
-        filling = any(r.filling and r.remaining > self.chunk_tokens for r in self._live)
+        filling = any(r.filling and r.remaining > self.chunk_tokens for r in self.live)
         for request in list(self._waiting):
             try:
                 if self._waits(request) or (filling and self._uncached(request) > self.chunk_tokens):
                     continue
                 self._waiting.remove(request)
-                self._live.append(request)
+                self.live.append(request)
                 self.lifecycle.start(request)
                 if self.hit_audit is not None:
                     self.hit_audit.sample(request)
@@ -275,12 +267,12 @@ class Scheduler:
 
     def _uncached(self, request: Running) -> int:
         """Count the tokens of a waiting prompt that would be computed if it started now."""
-        if request.peeked[0] != self.store.changes:
+        if request.peeked[0] != self.store.tree.changes:
             scope, tokens = self.lifecycle.matching.scope(request), 0
             if scope and request.asked.reuse != "off":
                 ranges = request.ranges
                 tokens = ranges.known_tokens(scope) if ranges else self.store.match(scope, request.covered_ids, peek=True).tokens
-            request.peeked = (self.store.changes, tokens)
+            request.peeked = (self.store.tree.changes, tokens)
         return len(request.ids) - request.peeked[1]
 
     def _renew(self, request: Running) -> None:
@@ -303,14 +295,14 @@ class Scheduler:
         return self._log.append(receipt, ids, request.provenance.fingerprint, receipt.cached_tokens * ms) if self._log else ""
 
     def _remove(self, request: Running) -> None:
-        for requests in (self._live, self._waiting):
+        for requests in (self.live, self._waiting):
             if request in requests:
                 requests.remove(request)
 
     # -- one round -------------------------------------------------------------------------------------------------
 
     def _compose(self) -> Pack:
-        decoding = [r for r in self._live if not r.filling]
+        decoding = [r for r in self.live if not r.filling]
         if len(decoding) > MAX_DECODING:
             first = self.rounds * MAX_DECODING % len(decoding)
             decoding = (decoding[first:] + decoding[:first])[:MAX_DECODING]
@@ -320,7 +312,7 @@ class Scheduler:
         if pack:
             room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
             budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), DRAFT_ROWS)))  # drafts fill up DRAFT_ROWS at most
-        for request in sorted((r for r in self._live if r.filling), key=_fill_order):
+        for request in sorted((r for r in self.live if r.filling), key=_fill_order):
             if budget <= 0:
                 request.skipped += 1
                 continue

@@ -29,7 +29,7 @@ from .store.disk import session_rows
 from .store.entry import Entry
 from .store.keys import Ids, Role, Scope, chain
 from .store.tool_group import SESSION, ToolGroup
-from .types import Grade, check_name
+from .types import check_name
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -110,8 +110,8 @@ class Sessions:
         return partial(self._answered, name, named.lease_s, prompt_key, finish)
 
     def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
-        completion, scope, count = finish(running), running.scope, running.admitted_tokens
-        if scope is None or not count or not (scope.precision == "exact" or self._stores_turns_as(scope.precision)):
+        completion, scope, count, disk = finish(running), running.scope, running.admitted_tokens, self._store.disk
+        if scope is None or not count or scope.precision not in ("exact", disk.options.turns if disk else "exact"):
             running.account.record_note(f"session {name!r} stays where it was: nothing of this answer is kept that may be stored")
             return completion
         ids = running.ids.array(count)
@@ -135,10 +135,6 @@ class Sessions:
             if not self._store.deletions.deleted(scope, ids, running.received):
                 self._move(group, scope, ids, recorded)
         return completion
-
-    def _stores_turns_as(self, grade: Grade) -> bool:
-        """Tell whether turns may be stored in so few bits."""
-        return (disk := self._store.disk) is not None and disk.options.turns == grade
 
     def _move(self, group: ToolGroup, scope: Scope, ids: Ids, recorded: ToolGroup | None) -> None:
         """Move a session to a new answer: pages of its last chain alone are superseded. recorded: its last answer, as the disk has it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from .answer.parser import CUT, AnswerParser, Delta, InvalidCall
 from .errors import AgentCacheError, CancelledError, EngineForkedError
 from .events import Chunk, Done, Event, Progress
 from .miss_report import MissReport
-from .namespace_lru import Covering
 from .receipt import Receipt
 from .types import Logprob, Message
 
@@ -54,7 +54,7 @@ class Completion:
         return self.receipt.usage
 
 
-class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
+class Stream(Iterator[Chunk], AsyncIterator[Chunk], AbstractContextManager["Stream"]):
     """Chunks of one running request, by `for` or by `async for`. Leaving early (`close`, or the end of a `with` block) frees the device
     within one step.
 
@@ -69,9 +69,6 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         self._over = False
         self._process = os.getpid()
 
-    def __iter__(self) -> Stream:
-        return self
-
     def __next__(self) -> Chunk:
         chunk = None
         while not self._over and chunk is None:
@@ -85,9 +82,6 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         if chunk is None:
             raise StopIteration
         return chunk
-
-    def __aiter__(self) -> Stream:
-        return self
 
     async def __anext__(self) -> Chunk:
         chunk = None
@@ -195,9 +189,6 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         self._request.events.cancel()
         self._over = True
 
-    def __enter__(self) -> Stream:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         if not self._over:
             self.close()
@@ -212,10 +203,7 @@ class Completions:
     def __init__(self, renderer: Renderer, store: Store, model: HFModel, scheduler: Scheduler) -> None:
         self._renderer, self._store, self._model, self._scheduler = renderer, store, model, scheduler
         self._miss_report = MissReport()
-
-    def forget(self, deletion: Covering) -> None:
-        """Forget the last prompts of namespaces of which something was deleted on purpose."""
-        self._miss_report.forget(deletion)
+        self.forget = self._miss_report.forget
 
     def finish(self, running: Running) -> Completion:
         """Read the answer, remember its ids, and close the account."""

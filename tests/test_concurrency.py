@@ -44,8 +44,8 @@ def test_twenty_threads_half_of_them_cancelled() -> None:
     pages: weakref.WeakSet[Page] = weakref.WeakSet()
     init = Page.__init__
 
-    def counted(self: Page, spec: Any, *rest: Any) -> None:
-        init(self, spec, *rest)
+    def counted(self: Page, spec: Any, *rest: Any, **more: Any) -> None:
+        init(self, spec, *rest, **more)
         pages.add(self)
 
     wrong: list[str] = []
@@ -251,8 +251,8 @@ def test_an_idle_engine_holds_no_sequence_alive() -> None:
             refs: list[weakref.ref[Page]] = []
             init = Page.__init__
 
-            def counted(self: Page, spec: Any, *rest: Any) -> None:
-                init(self, spec, *rest)
+            def counted(self: Page, spec: Any, *rest: Any, **more: Any) -> None:
+                init(self, spec, *rest, **more)
                 refs.append(weakref.ref(self))
 
             patch.setattr(Page, "__init__", counted)

@@ -21,7 +21,7 @@ import torch
 from agentcache import Engine, Message, Reason, Sampling
 from agentcache.errors import CalibrationError, ConfigError, GenerationError, StoreError
 from agentcache.events import Events
-from agentcache.store.disk.database import alone
+from agentcache.store.disk.database import lock_index
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.writer import Writer
 from tests import models
@@ -341,7 +341,7 @@ def test_a_thread_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: 
         Engine(model, models.toy_tokenizer(), store=tmp_path / "store")
     assert wait_until(lambda: not any(one.is_alive() for one in started if one.name.startswith("agentcache")))
     assert model.config._attn_implementation == before
-    os.close(alone(Folder.open(tmp_path / "store")))
+    os.close(lock_index(Folder.open(tmp_path / "store")))
 
 
 @pytest.mark.parametrize("place", [(Future, "result"), (Writer, "flush"), (ThreadPoolExecutor, "shutdown"), (threading.Thread, "join")])
@@ -364,7 +364,7 @@ def test_an_interrupt_of_opening_or_closing_leaves_nothing(tmp_path: Path, monke
         run()
     assert wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("agentcache")], 5)
     assert model.config._attn_implementation == before
-    os.close(alone(Folder.open(tmp_path / "store")))
+    os.close(lock_index(Folder.open(tmp_path / "store")))
 
 
 def test_an_engine_that_could_not_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_an_engine_that_could_not_be_made_leaves_nothing_behind(tmp_path: Path) 
     gc.collect()
     assert wait_until(lambda: {thread.name for thread in threading.enumerate()} <= threads)
     assert model.config._attn_implementation == before
-    os.close(alone(Folder.open(tmp_path / "store")))
+    os.close(lock_index(Folder.open(tmp_path / "store")))
     (tmp_path / "file").touch()
     with pytest.raises(StoreError):
         Engine(model, models.toy_tokenizer(), store=tmp_path / "file")

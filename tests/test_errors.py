@@ -107,7 +107,7 @@ def test_requests_that_cannot_work() -> None:
             with pytest.raises(kind, match=said):
                 use(running)
         assert spy.forwards == []
-        assert running.scheduler.live == 0
+        assert not running.scheduler.live
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -145,14 +145,14 @@ def test_out_of_memory_is_an_error_the_engine_survives(monkeypatch: pytest.Monke
             with pytest.raises(errors.OutOfMemoryError, match="no memory for .* tokens.*lower memory_bytes"):
                 running.generate(chat("x"), sampling=decode(2))
         assert len(running.generate(chat("x"), sampling=decode(2)).ids) == 2
-        assert running.scheduler.live == 0
+        assert not running.scheduler.live
 
 
 def test_no_memory_for_a_page_fails_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         running.generate(chat("x"), sampling=decode(2))
 
-        def full(self: Page, *args: Any) -> None:
+        def full(self: Page, *args: Any, **more: Any) -> None:
             raise OSError(12, "Cannot allocate memory")
 
         with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_a_model_that_raises_fails_only_whose_tokens_it_ran(monkeypatch: pytest.
         assert caught.value.__cause__ is error
         assert fine.completion.ids == expected
         assert running.generate(chat("bad"), sampling=decode(3)).receipt.cached_tokens > 0
-        assert running.scheduler.live == 0
+        assert not running.scheduler.live
         check_store(running.store)
 
 
@@ -258,8 +258,8 @@ def test_an_error_holds_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     pages: weakref.WeakSet[Page] = weakref.WeakSet()
     init = Page.__init__
 
-    def counted(self: Page, spec: Any) -> None:
-        init(self, spec)
+    def counted(self: Page, spec: Any, **more: Any) -> None:
+        init(self, spec, **more)
         pages.add(self)
 
     with engine() as running:

@@ -219,7 +219,7 @@ def test_layers_of_a_page_below_are_shared_and_never_written() -> None:
     below.values.normal_()
     below.filled = PAGE_TOKENS
     before = below.keys.clone(), below.values.clone()
-    over = Page.on_layers_of(spec, below, 2, owner)
+    over = Page(spec, below=below, shared=2, owner=owner)
     assert over.layer_keys[1].data_ptr() == below.layer_keys[1].data_ptr()
     assert over.bytes == below.bytes // 3
     sequence = Sequence(spec, pages=[over])

@@ -38,9 +38,9 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
 
 
 def compose(idle: Scheduler, *live: Pretender) -> list[tuple[Pretender, int]]:
-    idle._live = list(live)  # type: ignore[arg-type]
+    idle.live = list(live)  # type: ignore[arg-type]
     pack = idle._compose()
-    idle._live = []
+    idle.live = []
     return pack  # type: ignore[return-value]
 
 

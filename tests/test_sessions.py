@@ -22,7 +22,7 @@ from agentcache.store.disk import blob_files, session_rows
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role
-from agentcache.store.lent_pages import lend
+from agentcache.store.page_prefetch import lend
 from tests import models
 from tests.asking import Asking, user
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text

@@ -26,7 +26,7 @@ def attach(model: HFModel, sequence: Sequence, ranges: Iterable[Attach], regime:
         start, stop = step.start - step.shift, step.stop - step.shift
         assert step.run is not None
         sequence.reserve_to(step.stop)
-        for page, slot, count in stored_slots(step.pages, step.base, start, stop):
+        for page, slot, count, _ in stored_slots(step.pages, step.base, start, stop):
             _move(model, sequence, step, page, slot, count, regime)
         states = None if step.layers is None else stored_states(step.pages, step.base, step.layers, start, stop)
         first = step.run not in [span.run for span in spans]
@@ -57,7 +57,7 @@ def stored_keys(model: HFModel, step: Attach, layer: int, start: int, stop: int,
     assert model.rotary is not None and model.unrotated is not None
     cos, sin = model.rotary.turns(regime, start - step.shift, start, stop - start)
     pieces = stored_slots(step.pages, step.base, start - step.shift, stop - step.shift)
-    stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count in pieces], -1).float()
+    stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count, _ in pieces], -1).float()
     return stored if layer in model.unrotated else turn(stored, cos, sin)
 
 

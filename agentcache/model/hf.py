@@ -26,7 +26,7 @@ from .family import STEPPED, Layer, Support, examine, first_use, has_experts, ob
 from .fingerprint import Fingerprint
 from .kernels import jit
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear
-from .loading import cache_name, decoder_of, first_layers, layers_name, layers_of, load, one_device, unwrap
+from .loading import cache_name, decoder_of, first_layers, layers_name, layers_of, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, longest, rotary_of, unrotated
 from .wrapped_weights import is_quantized
@@ -34,8 +34,6 @@ from .wrapped_weights import is_quantized
 if TYPE_CHECKING:
     from .adapters import Adapter
     from .recurrent import Mixers, RecurrentState
-
-__all__ = ["HFModel", "load"]
 
 _PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
 _open: WeakKeyDictionary[nn.Module, list[ref[HFModel]]] = WeakKeyDictionary()  # by the model they hold, the oldest first

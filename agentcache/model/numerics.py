@@ -76,16 +76,14 @@ def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:
     return {rows for rows in tried if not torch.equal(run(at := min(37, top - rows), at + rows), full[..., at : at + rows, :])}
 
 
-def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
-    for multiple in () if UNSAFE else _CANDIDATES:
-        if not any(rows % multiple == 0 for rows in impure) and any(rows % multiple == 0 for rows in tried):
-            return multiple
-    return None
+def _safe_multiple(impure: set[int]) -> int | None:
+    """The least multiple to which rows can be padded; _EVEN has row counts for each."""
+    return None if UNSAFE else next((multiple for multiple in _CANDIDATES if all(rows % multiple for rows in impure)), None)
 
 
 def safe_multiple(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
     """To which multiple rows of x [..., rows, ins] are padded for `run`; 0 if no padding makes them independent."""
-    return _safe_multiple(_impure(lambda start, stop: run(x[..., start:stop, :].contiguous()), run(x), _EVEN), _EVEN) or 0
+    return _safe_multiple(_impure(lambda start, stop: run(x[..., start:stop, :].contiguous()), run(x), _EVEN)) or 0
 
 
 @functools.cache
@@ -177,14 +175,14 @@ def _probe(
     seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT} {TILE} transposed".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
-        even = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
+        even = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen))
         alone = even != _CANDIDATES[0] and dispatch.compiled(kernel, torch.empty(COLUMNS, COLUMNS, dtype=dtype), dtype) is not None
         seen.update(b"alone" if alone else b"")
         if compiled:
             query_rows = None if _probe_compiled(min(heads, 4), head_dims, dtype, seen) else 1
         else:
             wide = torch.float32 if widen else dtype
-            query_rows = _safe_multiple(_probe_attention(min(heads, 4), max(head_dims), wide, device, seen), _EVEN)
+            query_rows = _safe_multiple(_probe_attention(min(heads, 4), max(head_dims), wide, device, seen))
     rows = (_CANDIDATES[0] if alone else even or 8) if device.type == "cpu" else 1  # one row takes kernels made for one
     return Numerics(
         kernel=kernel,

@@ -1,7 +1,8 @@
 """Proof that pages of a model can be reused: fixed ids run whole, in pieces and beside others, and compared. Knows no model by name.
 
 What is compared is what reuse relies on: that keys and values of a token, and the logits after it, do not depend on where the forward that
-made them began. And that our attention is the model's own: its stock forward gives the same logits.
+made them began. And that our attention is the model's own: its stock forward gives the same logits. A `model` is an HFModel, of which this
+is a part: hf.py loads it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from blake3 import blake3
 from transformers.utils.logging import tqdm  # the bar of loaded weights, and its switch
 
-from ..checkpoints import CHECKPOINT_TOKENS, LiveState
+from ..checkpoints import CHECKPOINT_TOKENS
 from ..kv import Sequence
-from ..kv_spec import KVSpec
 from .attention import Part
 from .attention_interface import shadow
 from .behaviour import foreign_hooks, has_our_forward, user_classes
 from .description import Names
 from .kernels.object_cache import Objects
-from .numerics import Numerics
 
 TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
@@ -61,46 +60,7 @@ class Verdict(NamedTuple):
     alignment: int = CHECKPOINT_TOKENS
 
 
-class Provable(Protocol):
-    """A model as far as it is proven."""
-
-    model: Any
-    config: Any
-    spec: KVSpec | None
-    dtype: torch.dtype
-    device: torch.device
-    quantized: bool
-    experts: list[Any]
-    vocab: int
-
-    @property
-    def layout(self) -> str:
-        """How layers lie in a page, and how they are computed."""
-        ...
-
-    @property
-    def numerics(self) -> Numerics | None:
-        """Kernels and paddings."""
-        ...
-
-    def new_state(self) -> LiveState | None:
-        """States before the first token."""
-        ...
-
-    def regime(self, length: int) -> str | None:
-        """Name the rotary frequencies of a length."""
-        ...
-
-    def flops(self, tokens: int) -> float:
-        """FLOPs of a prompt."""
-        ...
-
-    def forward(self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int]) -> torch.Tensor:
-        """Run a packed forward: logits [wanted, vocab]."""
-        ...
-
-
-def proven(model: Provable, window: int) -> tuple[Verdict, bool]:
+def proven(model: Any, window: int) -> tuple[Verdict, bool]:
     """`prove`, or what an earlier load of this user found for the same code, config, versions and kernels; and whether it was found."""
     if (source := _source(model)) is None:
         return prove(model, window), False
@@ -113,7 +73,7 @@ def proven(model: Provable, window: int) -> tuple[Verdict, bool]:
     return made, False
 
 
-def _source(model: Provable) -> str | None:
+def _source(model: Any) -> str | None:
     """All that decides the verdict but the weights; None if some of it has no text: patched modules, hooks."""
     if any(foreign_hooks(model.model)) or any("forward" in vars(m) and not has_our_forward(m) for m in model.model.modules()):
         return None
@@ -123,22 +83,15 @@ def _source(model: Provable) -> str | None:
         return None
     code = [blake3(Path(file).read_bytes()).hexdigest() for file in files]
     numerics = model.numerics.digest if model.numerics is not None else ""
-    kinds = [
-        model.config.to_json_string(),
-        str(model.spec),
-        model.layout,
-        str(model.dtype),
-        str(model.device),
-        str(model.quantized),
-        numerics,
-    ]
+    told = map(str, (model.spec, model.layout, model.dtype, model.device, model.quantized))
+    kinds = [model.config.to_json_string(), *told, numerics]
     named = [f"{name} {kind.__qualname__}" for name, kind in classes.items()]  # a file may hold several
     own = user_classes(model.model.modules(), Names(), {})
     return "\n".join([torch.__version__, transformers.__version__, *kinds, *code, *named, own])
 
 
 @torch.inference_mode()
-def prove(model: Provable, window: int) -> Verdict:
+def prove(model: Any, window: int) -> Verdict:
     """Prove a model, or find out why its pages cannot be reused.
 
     window: the longest, of keys that a layer sees; ids reach over it if that takes no longer than FLOPS.
@@ -154,7 +107,7 @@ def prove(model: Provable, window: int) -> Verdict:
         return _prove(model, ids[:tokens], ids[tokens:], places, bar.update)
 
 
-def _prove(model: Provable, ids: torch.Tensor, other: torch.Tensor, places: list[int], step: Callable[[], Any]) -> Verdict:
+def _prove(model: Any, ids: torch.Tensor, other: torch.Tensor, places: list[int], step: Callable[[], Any]) -> Verdict:
     """The same for these ids, and others beside them. step: called after each of up to four parts."""
     bound, tokens = LAYER_TOLERANCE.get(model.dtype, LAYER_COARSE), len(ids)
     expected, errors = shadow(model, ids, places)
@@ -180,7 +133,7 @@ def _prove(model: Provable, ids: torch.Tensor, other: torch.Tensor, places: list
     return Verdict("", pure)
 
 
-def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected: torch.Tensor, step: Callable[[], Any]) -> Verdict:
+def _prove_state(model: Any, ids: torch.Tensor, places: list[int], expected: torch.Tensor, step: Callable[[], Any]) -> Verdict:
     """The same for layers with a state: cut where checkpoints are made, and started again from copies of the states there."""
     stops, tokens = list(range(CHECKPOINT_TOKENS, len(ids), CHECKPOINT_TOKENS)), len(ids)
     sequence, pieces = _run(model, ids, [*stops, tokens], places, cuts=stops)
@@ -210,7 +163,7 @@ def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected
 
 
 def _same(
-    model: Provable,
+    model: Any,
     ids: torch.Tensor,
     places: list[int],
     ends: list[int],
@@ -231,7 +184,7 @@ def _same(
     return (other, found) if len(states) == len(others) and all(torch.equal(a, b) for a, b in pairs) else None
 
 
-def _same_beside(model: Provable, ids: torch.Tensor) -> bool:
+def _same_beside(model: Any, ids: torch.Tensor) -> bool:
     """Tell whether two sequences' next tokens have the same bits in one forward as in one each: keys, values, logits and states."""
     found, regime = [], model.regime(len(ids)) or ""
     for together in (False, True):
@@ -253,7 +206,7 @@ def _same_beside(model: Provable, ids: torch.Tensor) -> bool:
 
 
 def _run(
-    model: Provable,
+    model: Any,
     ids: torch.Tensor,
     stops: list[int],
     places: list[int],
@@ -267,7 +220,6 @@ def _run(
     restart: from a copied state after each. whole: length that decides rotary frequencies, by default the last stop. cuts: where pieces
     end and have checkpoints, of a model with states; alignment: of these, 1 where they do not depend on pieces.
     """
-    assert model.spec is not None
     sequence = Sequence(model.spec, state=model.new_state(), cuts=tuple(cuts), marks=frozenset(cuts))
     if sequence.state is not None:
         sequence.state.alignment = alignment
@@ -284,7 +236,7 @@ def _run(
     return sequence, torch.cat(logits)
 
 
-def _beside(model: Provable, ids: torch.Tensor, other: torch.Tensor, first: int) -> Sequence:
+def _beside(model: Any, ids: torch.Tensor, other: torch.Tensor, first: int) -> Sequence:
     """Run ids from `first` on in one forward with a sequence of other ids."""
     sequence, _ = _run(model, ids[:first], [first], [], whole=len(ids))
     neighbour, regime = Sequence(sequence.spec), model.regime(len(ids)) or ""
@@ -296,7 +248,7 @@ def _beside(model: Provable, ids: torch.Tensor, other: torch.Tensor, first: int)
     return sequence
 
 
-def _alike(model: Provable, found: torch.Tensor, expected: torch.Tensor, least: float = COSINE, coarse: bool = False) -> float:
+def _alike(model: Any, found: torch.Tensor, expected: torch.Tensor, least: float = COSINE, coarse: bool = False) -> float:
     """The share of positions whose logits differ by rounding alone. coarse: by their cosine, as of 16-bit numbers."""
     if coarse or model.quantized or model.dtype not in TOLERANCE:
         return float((torch.cosine_similarity(found, expected, dim=-1) >= least).float().mean())

@@ -39,19 +39,16 @@ class Sampler:
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._greedy = sampling.temperature < COLDEST
         self._generator: torch.Generator | None = None
+        self._penalised = sampling.repetition_penalty != 1.0
+        self._seen: set[int] = set()
+        self._looked = 0
+        steps: list[Any] = [RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))] if self._penalised else []
         if not self._greedy:
             self._generator = torch.Generator(device=device)
             if sampling.seed is None:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(sampling.seed)
-        self._penalised = sampling.repetition_penalty != 1.0
-        self._seen: set[int] = set()
-        self._looked = 0
-        steps: list[Any] = []
-        if self._penalised:
-            steps.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
-        if not self._greedy:
             if sampling.temperature != 1.0:
                 steps.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k > 0:

@@ -20,7 +20,7 @@ from ..types import Precision, Reason, Refusal
 from .disk.disk_tier import DiskMatch, DiskTier, cpu_page
 from .disk.index import Row
 from .entry import Entry, Match, PageQuery
-from .keys import Scope, chain
+from .keys import Ids, Scope, chain
 from .memory.prefix_tree import PrefixTree
 from .policy import HUNG_MS, give_up, slow_load_ms
 
@@ -37,7 +37,24 @@ class State(Enum):
     DONE = auto()
 
 
-Adopt = Callable[[Scope, Sequence[int], Sequence[Page], Sequence[Row], int], list[Entry]]  # admits verified pages into memory
+Adopt = Callable[[Scope, Ids, Sequence[Page], Sequence[Row], int], list[Entry]]  # admits verified pages into memory
+
+
+def lend(tree: PrefixTree, scope: Scope, ids: Ids) -> None:
+    """Drop changed pages of a prompt, so that they are read again for this very request; let a scope of fewer bits hold the exact ones,
+    where memory has more of those. Their memory is shared."""
+    tree.drop_changed(scope, ids)
+    if scope.precision == "exact":
+        return
+    with tree.lock:
+        exact = tree.match(replace(scope, precision="exact"), ids, peek=True)
+        if exact.tokens <= tree.match(scope, ids, peek=True).tokens:
+            return
+        path = tree.admit(scope, ids[: exact.tokens], exact.pages, exact.numerics, evict=False)
+        for entry, own in zip(path, exact.entries, strict=True):
+            entry.role, entry.made = max(entry.role, own.role), min(entry.made, own.made)
+            if entry.key == own.key:
+                entry.row = entry.row or own.row
 
 
 class _Read:
@@ -233,7 +250,7 @@ class PagePrefetch:
         """Admit the first pages that were read, after those that memory has; returns the token at which they end."""
         found = read.found
         end, pages = found.place * PAGE_TOKENS + sum(found.counts[:count]), [*known.pages[: found.place], *read.pages[:count]]
-        entries = self._adopt(scope, self._ids[:end].tolist(), pages, found.rows[:count], read.generation)
+        entries = self._adopt(scope, self._ids[:end], pages, found.rows[:count], read.generation)
         assert len(entries) in (0, count)
         return end
 

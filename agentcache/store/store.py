@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
 from ..types import Grade, Reason, StoreOptions
@@ -96,11 +98,6 @@ class Store:
     def bytes(self) -> int:
         return self.tree.bytes
 
-    @property
-    def changes(self) -> int:
-        """Counts admissions and removals in memory."""
-        return self.tree.changes
-
     def audit(self) -> dict[str, int]:
         """Counts of pages in memory, and on disk where there is one, and of what is held for them. StoreError: the disk cannot say."""
         return self.tree.audit() | (self.disk.audit() if self.disk else {})
@@ -138,8 +135,7 @@ class Store:
         with self.deletions.lock:
             if self.disk is None or not self.budget_bytes:
                 return None
-            from .lent_pages import lend
-            from .page_prefetch import PagePrefetch
+            from .page_prefetch import PagePrefetch, lend
 
             lend(self.tree, wanted.scope, wanted.ids)
             return PagePrefetch(wanted, wake, self.tree, self.disk, self.adopt)
@@ -165,17 +161,16 @@ class Store:
             if self.disk:
                 self.disk.offer(path)
 
-    def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], rows: Seq[Row], generation: int) -> list[Entry]:
+    def adopt(self, scope: Scope, ids: Ids, pages: Seq[Page], rows: Seq[Row], generation: int) -> list[Entry]:
         """Keep pages that were read from disk as the last of a path; returns what holds them.
 
         generation: when their rows were found; nothing is admitted if one was deleted since.
         """
-        tokens = as_ids(ids)
         with self.deletions.lock:
-            if self.deletions.deleted(scope, tokens, Moment(generation, min(row.created for row in rows))):
+            if self.deletions.deleted(scope, ids, Moment(generation, min(row.created for row in rows))):
                 return []
             read = [len(page.checkpoints) for page in pages[-len(rows) :]]
-            path = self.tree.admit(scope, tokens, pages, rows[-1].numerics)[-len(rows) :]
+            path = self.tree.admit(scope, ids, pages, rows[-1].numerics)[-len(rows) :]
             for entry, row, page, own in zip(path, rows, pages[-len(rows) :], read, strict=False):
                 if entry.page is page and entry.parent is not None:
                     lent = entry.numerics if len(page.checkpoints) > own else frozenset[str]()  # with checkpoints that memory had
@@ -333,11 +328,15 @@ class Store:
     def learn(self, namespace: str, key: Key, ids: Seq[int]) -> None:
         """Write down the ids that the model generated for the message that ends the history `key`."""
         if disk := self.disk:
-            disk.learn(namespace, key, ids)
+            packed, since, made = as_ids(ids).tobytes(), self.deletions.generation, time.time()
+            disk.writer.after(lambda: disk.index.put_splices([(namespace, key, packed)], since, made), vital=False)
 
     def generated(self, namespace: str, key: Key) -> tuple[int, ...]:
         """The ids that `learn` wrote down; empty if none are there."""
-        return disk.generated(namespace, key) if (disk := self.disk) else ()
+        packed = None
+        with suppress(StoreError):  # the message is rendered anew
+            packed = disk.index.splice(namespace, key) if (disk := self.disk) else None
+        return tuple(np.frombuffer(packed, dtype=np.uint32).tolist()) if packed and len(packed) % 4 == 0 else ()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Write all waiting pages, and pinned ones that were pruned meanwhile once more. False: it took too long, a pinned or waiting page

@@ -237,7 +237,7 @@ def test_errors_come_before_anything_is_computed() -> None:
             with pytest.raises(ConfigError):
                 running.stream(ASKED, TOOLS, constraint=wrong)
         assert spy.forwards == []
-        assert running.scheduler.live == 0
+        assert not running.scheduler.live
 
 
 def test_ignore_eos_does_not_outlive_the_grammar() -> None:
@@ -270,7 +270,7 @@ def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPat
             running.generate(ASKED, TOOLS, constraint=Constraint("ping"))
         monkeypatch.undo()
         assert running.generate(ASKED, TOOLS, sampling=hot(0), constraint=Constraint("ping")).message.tool_calls
-        assert wait_until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: not running.scheduler.live)
 
 
 def test_cancelled_half_way() -> None:
@@ -279,7 +279,7 @@ def test_cancelled_half_way() -> None:
             next(stream)
         with pytest.raises(CancelledError):
             _ = stream.completion
-        assert wait_until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: not running.scheduler.live)
 
 
 def test_greedy_and_penalties() -> None:

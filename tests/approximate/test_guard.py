@@ -369,4 +369,4 @@ def test_a_stream_closed_within_a_segment_leaves_nothing_wrong(monkeypatch: pyte
         assert running.generate(OTHER, sampling=GREEDY).receipt.segments, "the next one goes on behind it"
         done = running.generate(OTHER, sampling=GREEDY, reuse="exact")
         assert done.ids == clean.ids
-        assert running.scheduler.live == 0
+        assert not running.scheduler.live

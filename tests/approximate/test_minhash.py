@@ -276,7 +276,7 @@ def test_text_that_is_noted_again_is_young(index: Index) -> None:
     noted(index)
     index.database.write(lambda c: c.execute("UPDATE segments SET created = 1.0"))
     noted(index)  # its pages were evicted, and computed again
-    assert index.drop_segments(before=time.time() - 60.0) == 0
+    assert index.drop_texts("segments", before=time.time() - 60.0) == 0
 
 
 def test_the_lowest_threshold_of_several_finds_for_all(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_nothing_is_written_twice(index: Index) -> None:
 def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, windows = noted(index)
     noted(index, scope=Scope("other", "weights"))
-    index.drop_segments("other")
+    index.drop_texts("segments", "other")
     assert index.stats()["segments"] == 4
     signed.mark_used(SCOPE, [proposal.text for proposal in signed.find(SCOPE, prompt(), windows[0])])
     monkeypatch.setattr("agentcache.approximate.minhash_index.MOST_ROWS", 2)
@@ -319,8 +319,8 @@ def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [True, False, False, False]
     assert MOST_ROWS > 1000
-    assert index.drop_segments(before=time.time() - 60.0) == 0
-    assert index.drop_segments("default") == 2
+    assert index.drop_texts("segments", before=time.time() - 60.0) == 0
+    assert index.drop_texts("segments", "default") == 2
 
 
 def test_rows_go_with_the_pages_under_which_they_stand(index: Index) -> None:

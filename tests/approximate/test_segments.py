@@ -468,7 +468,6 @@ def test_pages_count_their_boundaries() -> None:
     with engine(steps=((8, 3), (20, LAYERS))) as running:
         spec = running.model.spec
         assert spec is not None
-        assert spec.boundary_bytes == 64 * 4
         assert spec.page_bytes == PAGE_TOKENS * (spec.token_bytes + 64 * 4)
         running.generate(FIRST, sampling=GREEDY)
         receipt = running.generate(OTHER, sampling=GREEDY).receipt

@@ -18,7 +18,8 @@ from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoad
 from agentcache.model import attention_interface, loading
 from agentcache.model.attention_interface import ATTENTION, shadow
 from agentcache.model.family import STEPPED as OWN_LOOP
-from agentcache.model.hf import HFModel, load
+from agentcache.model.hf import HFModel
+from agentcache.model.loading import load
 from tests import models
 from tests.families import DENSE, STEPPED, Run, greedy, pack, stock_logits, tokens
 

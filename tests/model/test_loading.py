@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from agentcache.errors import ConfigError, ModelLoadError
 from agentcache.model import unreadable
-from agentcache.model.hf import load
+from agentcache.model.loading import load
 from agentcache.model.unreadable import said
 from tests import models
 from tests.saved_adapters import save_for

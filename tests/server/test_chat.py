@@ -248,7 +248,7 @@ def test_a_client_that_leaves_frees_all_texts(served: Served, stream: bool) -> N
         if not engine.scheduler.live and not served.state.tenants.running:
             break
         time.sleep(0.01)
-    assert (engine.scheduler.live, served.state.tenants.running) == (0, 0)
+    assert (engine.scheduler.live, served.state.tenants.running) == ([], 0)
     assert [record.state for record in served.state.records.last(None, 2)] == ["cancelled", "cancelled"]
 
 
@@ -331,7 +331,7 @@ def test_a_client_that_leaves_frees_the_device(served: Served) -> None:
         if not engine.scheduler.live and not served.state.tenants.running:
             break
         time.sleep(0.01)
-    assert (engine.scheduler.live, served.state.tenants.running) == (0, 0)
+    assert (engine.scheduler.live, served.state.tenants.running) == ([], 0)
     assert served.state.records.last(None, 1)[0].state == "cancelled"
 
 

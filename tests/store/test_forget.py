@@ -257,7 +257,7 @@ def test_a_group_pruned_elsewhere_is_not_held_any_more(model: Any, tmp_path: Pat
         assert running.groups == ()
 
 
-@pytest.mark.parametrize("step", [(blob_files, "unlink"), (Index, "drop_splices"), (Database, "empty_log")], ids=lambda step: step[1])
+@pytest.mark.parametrize("step", [(blob_files, "unlink"), (Index, "drop_texts"), (Database, "empty_log")], ids=lambda step: step[1])
 def test_a_killed_deletion_is_finished_by_the_next_opening(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
 ) -> None:
@@ -422,7 +422,7 @@ def test_a_request_that_runs_keeps_nothing_of_what_is_forgotten(running: Engine)
     next(stream)
     assert running.forget(namespace="alice").memory_pages > 0
     assert len(stream.completion.ids) == 40, "it goes on"
-    assert wait_until(lambda: running.scheduler.live == 0)
+    assert wait_until(lambda: not running.scheduler.live)
     assert running.store.tree.entries("alice") == []
     if running.store.disk:
         assert spaces(running) == set()
@@ -445,7 +445,7 @@ def test_a_request_on_forgotten_pages_admits_nothing(running: Engine, monkeypatc
 
     def end() -> None:
         assert len(stream.completion.ids) == 200
-        assert wait_until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: not running.scheduler.live)
 
     if ends == "while the disk deletes":
         monkeypatch.setattr("agentcache.store.admin.prune.prune", lambda *given, **more: (end(), prune(*given, **more))[1])
@@ -669,7 +669,7 @@ def test_a_running_request_leaves_no_forgotten_text(running: Engine) -> None:
     running.forget(namespace="alice")
     assert len(stream.completion.ids) == 40
     del stream
-    assert wait_until(lambda: running.scheduler.live == 0)
+    assert wait_until(lambda: not running.scheduler.live)
     assert remembered(running) == []
 
 
@@ -692,5 +692,5 @@ def test_what_is_forgotten_while_it_is_rendered_leaves_no_text(running: Engine, 
     else:
         with pytest.raises(GenerationError, match="forgotten"):
             running.pin(Late(running), namespace="alice")
-    assert wait_until(lambda: running.scheduler.live == 0)
+    assert wait_until(lambda: not running.scheduler.live)
     assert remembered(running) == []

@@ -52,7 +52,7 @@ class Report:
         return all(problem.mended for problem in self.problems)
 
 
-def verify(folder: Folder, *, fix: bool = False, progress: Progress | None = None) -> Report:
+def verify(folder: Folder, *, fix: bool = False, progress: Progress = lambda done, total: None) -> Report:
     """Check the index, every byte of every page, and every file. fix: mend damage, and touch nothing else.
 
     Pages that another process evicts meanwhile are no problem; nor are files that a running process has not finished.
@@ -62,16 +62,12 @@ def verify(folder: Folder, *, fix: bool = False, progress: Progress | None = Non
     report = Report()
     index = _sound_index(folder, report, fix)
     if index is None:
-        _check_files(folder, report, progress or _silent)
+        _check_files(folder, report, progress)
         return report
     with index:
-        _check_rows(folder, index, report, fix, progress or _silent)
+        _check_rows(folder, index, report, fix, progress)
         report.problems += _orphans(folder, index, fix)
     return report
-
-
-def _silent(done: int, total: int) -> None:
-    pass
 
 
 # -- the index -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+
+import numpy as np
 
 from ...errors import StoreBusyError, StoreFullError, StorePermissionError
 from ..deletion import Deletion
@@ -26,6 +28,7 @@ from ..keys import Scope
 from ..tool_group import ToolGroup
 from .check import delete, grown, pages_of
 
+NO_IDS = np.zeros(0, np.uint32)
 BATCH = 64  # rows removed, and blobs unlinked, in one transaction: others wait for it
 
 
@@ -43,19 +46,6 @@ class Pruned:
     splices: int = 0
     orphans: int = 0
     orphan_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Columns by which rows are chosen: with their ids, rows would be a lot of memory."""
-
-    id: int
-    place: int
-    size: int
-    key: bytes
-    parent: bytes
-    namespace: str
-    fingerprint: str
 
 
 def prune(
@@ -87,12 +77,12 @@ def prune(
     protected = set() if force else _pinned_lineage(index)
     wanted, names = (_surplus(index, max_bytes, force), []) if max_bytes is not None else _chosen(index, namespace, before, group)
     names = [found for found in names if not any(row is not None and row.id in protected for row in pages_of(index, found))]
-    going = [item for item in wanted if item.id not in protected]
+    going = [row for row in wanted if row.id not in protected]
     done = Pruned(groups=[found.name for found in names])
-    done.kept, done.kept_bytes = len(wanted) - len(going), sum(item.size for item in wanted if item.id in protected)
+    done.kept, done.kept_bytes = len(wanted) - len(going), sum(row.bytes for row in wanted if row.id in protected)
     done.orphans, done.orphan_bytes = len(left), sum(file.bytes for file in left)
     if dry_run:
-        done.pages, done.bytes = len(going), sum(item.size for item in going)
+        done.pages, done.bytes = len(going), sum(row.bytes for row in going)
         return done
     done.pages, done.bytes = _remove(folder, index, going, force, bool(unfinished))
     if unrecorded is not None:  # the disk was full, for all who write
@@ -101,8 +91,8 @@ def prune(
         until = found.created or math.inf  # not one that was recorded meanwhile, but the last but one where the last waits to be written
         index.drop_group(found.namespace, found.name, found.fingerprint, until)
     if max_bytes is None and group is None:
-        done.splices = index.drop_splices(namespace, before)
-        index.drop_segments(namespace, before)
+        done.splices = index.drop_texts("splices", namespace, before)
+        index.drop_texts("segments", namespace, before)
     if isinstance(group, ToolGroup):
         others = {name for other in index.groups(group.namespace) for name in other.splices}
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
@@ -115,11 +105,11 @@ def prune(
     return done
 
 
-def _drop_text(index: Index, gone: Iterable[_Item]) -> None:
+def _drop_text(index: Index, gone: Iterable[Row]) -> None:
     """Forget the indexed text of these pages: rows of text may be younger than their page."""
     stood = defaultdict[tuple[str, str], set[bytes]](set)
-    for item in gone:
-        stood[item.namespace, item.fingerprint].add(item.parent)
+    for row in gone:
+        stood[row.namespace, row.fingerprint].add(row.parent)
     for (namespace, fingerprint), parents in stood.items():
         staying = {one: [row.ids for row in index.rows(fingerprint=fingerprint, parent=one)] for one in parents}
         index.drop_segments_under(namespace, fingerprint, staying)
@@ -171,15 +161,16 @@ def _deletion(index: Index, namespace: str | None, before: float | None, group: 
     return Deletion.of_group(group, (other for other in index.groups() if _group_key(other) != _group_key(group)), force)
 
 
-def _item(row: Row) -> _Item:
-    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.namespace, row.fingerprint)
+def _light(row: Row) -> Row:
+    """A row by which pages are chosen: with the ids of all, rows would be a lot of memory."""
+    return replace(row, ids=NO_IDS)
 
 
-def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool, blobs_first: bool) -> tuple[int, int]:
-    """Delete items, last pages first; returns how many pages and bytes. Pages pinned since they were chosen stay."""
-    left = iter(sorted(items, key=lambda item: -item.place))
+def _remove(folder: Folder, index: Index, rows: Iterable[Row], force: bool, blobs_first: bool) -> tuple[int, int]:
+    """Delete rows, last pages first; returns how many pages and bytes. Pages pinned since they were chosen stay."""
+    left = iter(sorted(rows, key=lambda row: -row.place))
     count = size = 0
-    while batch := [item.id for item in islice(left, BATCH)]:
+    while batch := [row.id for row in islice(left, BATCH)]:
         more, bytes = delete(folder, index, batch, force, blobs_first)
         count, size = count + more, size + bytes
         if not force and more < len(batch):  # they have continuations that stay, or are pinned now
@@ -194,49 +185,47 @@ def _pinned_lineage(index: Index) -> set[int]:
     pinned = index.pinned()
     if not pinned:
         return set()
-    items: dict[tuple[str, bytes], list[_Item]] = {}  # one page in several precisions
-    for item in map(_item, index.rows()):
-        items.setdefault((item.fingerprint, item.key), []).append(item)
+    rows: dict[tuple[str, bytes], list[Row]] = {}  # one page in several precisions
+    for row in map(_light, index.rows()):
+        rows.setdefault((row.fingerprint, row.page_key), []).append(row)
     protected: set[int] = set()
-    due = [item for same in items.values() for item in same if item.id in pinned]
+    due = [row for same in rows.values() for row in same if row.id in pinned]
     while due:
-        item = due.pop()
-        if item.id not in protected:
-            protected.add(item.id)
-            due += items.get((item.fingerprint, item.parent), ())
+        row = due.pop()
+        if row.id not in protected:
+            protected.add(row.id)
+            due += rows.get((row.fingerprint, row.parent), ())
     return protected
 
 
-def _chosen(
-    index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None
-) -> tuple[list[_Item], list[ToolGroup]]:
+def _chosen(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None) -> tuple[list[Row], list[ToolGroup]]:
     """The pages and the tool groups to delete."""
     if isinstance(group, ToolGroup):
         return _continuing(index, group, before), [group]
     rows = (row for row in index.rows(namespace=namespace, before=before) if group in (None, Scope(row.namespace, row.fingerprint).adapter))
     found = [one for one in index.groups(namespace) if group in (None, one.adapter) and (before is None or one.created < before)]
-    return [_item(row) for row in rows], found
+    return [_light(row) for row in rows], found
 
 
-def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[_Item]:
+def _continuing(index: Index, group: ToolGroup, begun: float | None) -> list[Row]:
     """A group's pages and all that continue them, except those of other groups, of one recorded since the deletion `begun`, too."""
     since, blobs = math.inf if begun is None else begun, index.folder.blobs
     others = [one for one in index.groups() if (_group_key(one) != _group_key(group) or one.created >= since) and group.spares(one)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     rows = (row for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept)
     shared = {row.id for row in rows if begun is None or (blobs / row.blob[:2] / f"{row.blob}{blob_files.WHOLE}").exists()}
-    below: dict[tuple[str, bytes], list[_Item]] = {}
-    for item in map(_item, index.rows(fingerprint=group.fingerprint)):
-        below.setdefault((item.fingerprint, item.parent), []).append(item)
+    below: dict[tuple[str, bytes], list[Row]] = {}
+    for row in map(_light, index.rows(fingerprint=group.fingerprint)):
+        below.setdefault((row.fingerprint, row.parent), []).append(row)
     own = {bytes.fromhex(key) for key in (*group.page_keys, *group.superseded)}
-    found: dict[int, _Item] = {}
-    due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
-    due += [_item(row) for row in grown(index, group) if row.id not in shared]
+    found: dict[int, Row] = {}
+    due = [row for same in below.values() for row in same if row.page_key in own and row.id not in shared]
+    due += [_light(row) for row in grown(index, group) if row.id not in shared]
     while due:
-        item = due.pop()
-        if item.id not in found:
-            found[item.id] = item
-            due += [child for child in below.get((item.fingerprint, item.key), ()) if child.id not in shared]
+        row = due.pop()
+        if row.id not in found:
+            found[row.id] = row
+            due += [child for child in below.get((row.fingerprint, row.page_key), ()) if child.id not in shared]
     return list(found.values())
 
 
@@ -244,18 +233,18 @@ def _group_key(group: ToolGroup) -> tuple[str, str, str]:
     return group.namespace, group.name, group.fingerprint
 
 
-def _surplus(index: Index, max_bytes: int, force: bool) -> list[_Item]:
+def _surplus(index: Index, max_bytes: int, force: bool) -> list[Row]:
     """Pages to delete down to a size, in the store's order of eviction; forced: then pinned pages, too."""
     need = index.total()[1] - max_bytes
     if need <= 0:
         return []
-    chosen = [_item(row) for row in index.victims(need)]
-    need -= sum(item.size for item in chosen)
+    chosen = [_light(row) for row in index.victims(need)]
+    need -= sum(row.bytes for row in chosen)
     if not force or need <= 0:
         return chosen
-    known = {item.id for item in chosen}
+    known = {row.id for row in chosen}
     for row in sorted(index.rows(), key=lambda row: (row.role, -row.place, row.used)):
         if need > 0 and row.id not in known:
-            chosen.append(_item(row))
+            chosen.append(_light(row))
             need -= row.bytes
     return chosen

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import StoreError, StoreFullError
-from ..disk.database import alone
+from ..disk.database import lock_index
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import COLUMNS, Row, readable
@@ -31,7 +31,7 @@ def rebuild(folder: Folder, rows: Iterable[Row]) -> int:
     """
     if not folder.writable:
         raise StoreError(f"the store {str(folder.path)!r} is read-only: make it writable to rebuild its index")
-    lock, part = alone(folder), Path(f"{folder.index}.new")
+    lock, part = lock_index(folder), Path(f"{folder.index}.new")
     try:
         _unlink(part)
         found = readable(folder, _records(folder, f"SELECT {COLUMNS} FROM pages"))

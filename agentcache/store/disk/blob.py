@@ -26,10 +26,6 @@ TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 Progress = Callable[[int], None]
 
 
-def ignore(count: int) -> None:
-    """Take no notice of bytes that were read."""
-
-
 def view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, of any dtype."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -70,7 +66,7 @@ class Blob:
         self._check(section, pieces(), done)
         assert at == self.start + self.plan.at(section + 1)
 
-    def plain(self, section: int, done: Progress = ignore) -> memoryview:
+    def plain(self, section: int, done: Progress = lambda count: None) -> memoryview:
         """The plain bytes of a section in new memory, authenticated and decrypted."""
         stored = memoryview(bytearray(self.plan.size(section)))
         self.read(section, [stored], done)
@@ -82,7 +78,7 @@ class Blob:
             return stored
         return memoryview(bytearray(self.folder.open_sealed(stored, section_context(self.row, section, True))))
 
-    def read_into_cache(self, section: int, scratch: memoryview, done: Progress = ignore) -> None:
+    def read_into_cache(self, section: int, scratch: memoryview, done: Progress = lambda count: None) -> None:
         """Have the system read a section into its page cache, and authenticate it on the way."""
         first, last = self.plan.at(section), self.plan.at(section + 1)
 

@@ -33,10 +33,7 @@ PACKED = (  # in the order in which they are written
     "page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "role", "dtype", "widths",
     "checkpoint_bytes", "created",
 )  # fmt: skip
-SAME = (
-    "page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", "dtype", "widths",
-    "checkpoint_bytes",
-)  # fmt: skip
+SAME = tuple(name for name in (*PACKED, "bytes") if name not in ("role", "created"))  # in a row and its blob: these two may change
 
 
 @dataclass(frozen=True, slots=True)

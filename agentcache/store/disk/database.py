@@ -22,6 +22,7 @@ from typing import TypeVar
 from ...errors import StoreBusyError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError
 from ...private import PLAIN, lock
 from .folder import LOCK, Folder
+from .schema import SCHEMA, VERSION
 
 T = TypeVar("T")
 Use = Callable[[sqlite3.Connection], T]
@@ -55,18 +56,16 @@ class _Link:
 
 
 class Database:
-    """read() and write() from any thread; close() once. version: of the tables, which `schema` makes where they are missing.
+    """read() and write() from any thread; close() once. The tables of schema.py are made where they are missing.
 
     path: of a database in the making, which no other process knows; None for the folder's index. unshared: on a disk without room for the
     memory that processes share, lock all others out instead of failing. Not for long.
     """
 
-    def __init__(self, folder: Folder, schema: str, version: int, path: Path | None = None, *, unshared: bool = False) -> None:
+    def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
         self.path = path or folder.index
         self._shared = path is None
-        self._schema = schema
-        self._version = version
         self._unshared = unshared
         self._closed = False
         self._use = -1
@@ -170,7 +169,7 @@ class Database:
             with self._lock:
                 self._check_open()  # it may have been closed since: a late thread must not lock the file again
                 if self._use < 0 and self._shared and self.folder.writable:  # no process may replace a file that is in use
-                    self._use = _lock(self.folder, shared=True)
+                    self._use = lock_index(self.folder, shared=True)
                 for ended in [other for other in self._links if not other.thread.is_alive()]:
                     ended.close()
                     self._links.remove(ended)
@@ -227,13 +226,9 @@ class Database:
             )
         with transaction(connection):
             if not self._has_tables(connection):
-                self._create(connection)
+                _create(connection)
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
-                connection.execute(f"PRAGMA user_version={self._version}")
-
-    def _create(self, connection: sqlite3.Connection) -> None:
-        for statement in _statements(self._schema):
-            connection.execute(statement)
+                connection.execute(f"PRAGMA user_version={VERSION}")
 
     def _check_tables(self, connection: sqlite3.Connection) -> None:
         if not self._has_tables(connection):
@@ -244,16 +239,16 @@ class Database:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if application == APPLICATION:
-            ours = _made(connection) == _meant(self._schema)
-            if version == self._version:
+            ours = _made(connection) == _meant()
+            if version == VERSION:
                 if not ours:
                     raise corrupt(self.path, "its tables are not those that were made")
                 return True
-            if not ours and 0 < version <= self._version + FORESEEN:
+            if not ours and 0 < version <= VERSION + FORESEEN:
                 raise StoreFormatError(
-                    f"{str(self.path)!r} is of version {version!r}, this one reads {self._version!r}: name another folder, or delete it"
+                    f"{str(self.path)!r} is of version {version!r}, this one reads {VERSION!r}: name another folder, or delete it"
                 )
-            raise corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
+            raise corrupt(self.path, f"it says version {version!r}, where {VERSION!r} belongs")
         if tables:
             raise corrupt(self.path, f"it is a database of something else (application {application:#x})")
         return False
@@ -261,7 +256,7 @@ class Database:
     def _open_read_only(self) -> sqlite3.Connection:
         """Open it without writing: where there is a WAL, it is read along."""
         if not self.path.exists():
-            return self._connect("file::memory:", self._create)
+            return self._connect("file::memory:", _create)
         wal = Path(f"{self.path}-wal")
         logged = wal.exists() and wal.stat().st_size > 0
         return self._connect(f"{self.path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}", self._check_tables)
@@ -279,12 +274,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
             connection.execute("ROLLBACK")
 
 
-def alone(folder: Folder) -> int:
-    """Lock the index against all other processes; close the descriptor to end that. StoreError if one of them uses it."""
-    return _lock(folder, shared=False)
-
-
-def _lock(folder: Folder, shared: bool) -> int:
+def lock_index(folder: Folder, shared: bool = False) -> int:
+    """Lock the index against all other processes that do not share it; close the descriptor to end that. StoreError if one uses it."""
     try:
         fd = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT | PLAIN, 0o600)
     except OSError as error:
@@ -299,8 +290,9 @@ def _lock(folder: Folder, shared: bool) -> int:
     return fd
 
 
-def _statements(schema: str) -> list[str]:
-    return [statement for statement in schema.split(";;") if statement.strip()]
+def _create(connection: sqlite3.Connection) -> None:
+    for statement in SCHEMA.split(";;"):
+        connection.execute(statement)
 
 
 def _made(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
@@ -309,11 +301,10 @@ def _made(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
 
 
 @functools.cache
-def _meant(schema: str) -> frozenset[tuple[str, ...]]:
-    """Tables, indexes and triggers of this schema."""
+def _meant() -> frozenset[tuple[str, ...]]:
+    """Tables, indexes and triggers of the schema."""
     with closing(sqlite3.connect(":memory:")) as connection:
-        for statement in _statements(schema):
-            connection.execute(statement)
+        _create(connection)
         return _made(connection)
 
 

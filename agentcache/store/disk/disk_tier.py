@@ -8,13 +8,11 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
-
-import numpy as np
 
 from ...errors import BlobError, StoreError, StoreFullError
 from ...kv import PAGE_TOKENS, Page
@@ -23,7 +21,7 @@ from ...openmp import use_one_thread
 from ...types import Grade, Precision, Reason, StoreOptions
 from ..deletion_log import DeletionLog
 from ..entry import Entry, Match
-from ..keys import Ids, Role, Scope, as_ids
+from ..keys import Ids, Role, Scope
 from ..policy import Rate, WriteBudget
 from . import blob_files, blob_io, process_identity, session_rows
 from .blob_format import plan
@@ -332,25 +330,6 @@ class DiskTier:
         if held := self._pinned.get(name):
             self.index.release_pins(held[0], self.process)
             held.pop(0)
-
-    def count(self, counts: Mapping[str, int]) -> None:
-        """Add to the store's counters, after the answers."""
-        self.writer.after(lambda: self.index.add_counters(counts))
-
-    # -- the model's own ids ---------------------------------------------------------------------------------------
-
-    def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids that the model generated for the message that ends the history `key`."""
-        packed, since, made = as_ids(ids).tobytes(), self.deletions.generation, time.time()
-        self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)], since, made), vital=False)
-
-    def generated(self, namespace: str, key: bytes) -> tuple[int, ...]:
-        """Those ids; empty if there are none."""
-        try:
-            packed = self.index.splice(namespace, key)
-        except StoreError:  # the message is rendered anew
-            return ()
-        return tuple(np.frombuffer(packed, dtype=np.uint32).tolist()) if packed and len(packed) % 4 == 0 else ()
 
     def audit(self) -> dict[str, int]:
         """Counts of the pages on disk and of what hangs on them, of all processes; refused_pages and waiting_pages of this one."""

@@ -159,10 +159,9 @@ def _prepare(place: Path, create: bool, secret: bytes | None) -> bool:
         place.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
-    if not os.path.lexists(place):
-        raise StoreFormatError(f"there is no store at {str(place)!r}: {NO_STORE}")
     made = os.path.lexists(place / "format")
-    if place.is_dir() and not made and not create:  # before its mode: a folder named by mistake is to stay as it is
+    # before its mode: a folder named by mistake is to stay as it is
+    if not os.path.lexists(place) or (place.is_dir() and not made and not create):
         raise StoreFormatError(f"there is no store at {str(place)!r}: {NO_STORE}")
     check(place, stat.S_ISDIR)
     writable = _can_write(place)

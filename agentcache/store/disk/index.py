@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,6 @@ from . import schema
 from .index_metadata import IndexMetadata, pinned, tick, where
 from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode, readable
 
-__all__ = ["Index", "Row"]
-
 CHILDREN = 256  # partial pages under one parent; also how many continuations a lookup compares
 ASKED = 32  # whole pages looked up by one statement
 LISTED = 256  # rows read at once
@@ -33,14 +31,11 @@ CHILD = "SELECT 1 FROM pages WHERE parent = ? AND fingerprint = ? LIMIT 1"
 UNDER = "parent = ? AND fingerprint = ? AND precision = ?"
 
 
-class Index(IndexMetadata):
+class Index(IndexMetadata, AbstractContextManager["Index"]):
     """The index of one store. Thread safe; many processes may hold it at once, and a fork of one may go on using it.
 
     StoreCorruptError: the file is damaged, `rebuild` makes it anew. In a read-only folder methods that write do nothing.
     """
-
-    def __enter__(self) -> Index:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

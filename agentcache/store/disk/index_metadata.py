@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from blake3 import blake3
 
@@ -25,7 +25,7 @@ from ..tool_group import ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt
 from .folder import Folder
-from .schema import SCHEMA, VERSION, counted, guard, sound, totals, unguard
+from .schema import counted, guard, sound, totals, unguard
 
 MOST_SPLICES = 100_000
 MOST_GONE = 1000  # groups and sessions without a page: what is left of them is the order of their tools
@@ -57,7 +57,7 @@ class IndexMetadata:
     def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
         self.generation_offset = 0
-        self.database = Database(folder, SCHEMA, VERSION, path, unshared=unshared)
+        self.database = Database(folder, path, unshared=unshared)
         try:
             if self.database.read(totals) is None:
                 raise corrupt(folder.index, "its totals cannot be")
@@ -219,19 +219,17 @@ class IndexMetadata:
         found = self._all("SELECT ids FROM splices WHERE namespace = ? AND key = ?", namespace, key)
         return unguard(self.folder, found[0][0], named("splice", namespace, key)) if found else None
 
-    def drop_splices(self, namespace: str | None = None, before: float | None = None) -> int:
-        """Forget generated ids of a namespace (None: of all), made before that time (None: at any time); returns how many."""
-        return self._drop("splices", namespace, before)
+    def drop_texts(self, table: Literal["splices", "segments"], namespace: str | None = None, before: float | None = None) -> int:
+        """Forget generated ids, or rows by which repeated text is found, of a namespace (None: of all), made before that time (None: at any
+        time); returns how many."""
+        condition, values = where(before, namespace=namespace)
+        return self._execute(f"DELETE FROM {table}{condition}", values)
 
     def drop_named_splices(self, namespace: str, names: Iterable[str]) -> int:
         """Forget the generated ids of these names, in hexadecimal; returns how many."""
         wanted = [(namespace, bytes.fromhex(name)) for name in names]
         sql = "DELETE FROM splices WHERE namespace = ? AND key = ?"
         return self._write(lambda connection: connection.executemany(sql, wanted).rowcount, 0) if wanted else 0
-
-    def drop_segments(self, namespace: str | None = None, before: float | None = None) -> int:
-        """The same for the rows by which repeated text is found."""
-        return self._drop("segments", namespace, before)
 
     def drop_segments_under(self, namespace: str, fingerprint: str, staying: Mapping[bytes, Sequence[Ids]]) -> int:
         """Delete the rows of all text in pages under these keys, but that of pages which stay there, by their ids; returns how many."""
@@ -254,10 +252,6 @@ class IndexMetadata:
             return len(gone)
 
         return self._write(drop, 0) if staying else 0
-
-    def _drop(self, table: str, namespace: str | None, before: float | None) -> int:
-        condition, values = where(before, namespace=namespace)
-        return self._execute(f"DELETE FROM {table}{condition}", values)
 
     # -- rates and counters ----------------------------------------------------------------------------------------
 

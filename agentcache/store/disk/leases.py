@@ -28,17 +28,15 @@ class Lease(NamedTuple):
 
 
 class Leases:
-    """take() and release() from any thread. after: runs a job on the writing thread once everything offered before is written."""
+    """take() and release() from any thread. after: runs a job on the writing thread once everything offered before is written.
+
+    held: prefixes that this process has said it computes.
+    """
 
     def __init__(self, index: Index, process: str, after: Callable[[Callable[[], object]], None]) -> None:
         self._index, self._process, self._after = index, process, after
-        self._held: set[Prefix] = set()
+        self.held: set[Prefix] = set()
         self._computed: set[Prefix] = set()  # of these, those whose pages are on their way to the disk
-
-    @property
-    def held(self) -> frozenset[Prefix]:
-        """Prefixes that this process has said it computes."""
-        return frozenset(self._held)
 
     def take(self, key: bytes, fingerprint: str) -> Lease | None:
         """Take the lease of a prefix that this process computes. None: it is taken; else the lease of the live process that has it.
@@ -57,7 +55,7 @@ class Leases:
 
         other = self._index.database.write(take, brief=True)
         if other is None:
-            self._held.add((key, fingerprint))
+            self.held.add((key, fingerprint))
         return other
 
     def awaited(self) -> bool:
@@ -78,7 +76,7 @@ class Leases:
 
     def _release(self, key: bytes, fingerprint: str) -> None:
         self._give_back(key, fingerprint)
-        for prefixes in (self._computed, self._held):
+        for prefixes in (self._computed, self.held):
             prefixes.discard((key, fingerprint))
 
     def _give_back(self, key: bytes, fingerprint: str) -> None:
@@ -88,7 +86,7 @@ class Leases:
             self._index.database.write(lambda connection: connection.execute(sql, (key, fingerprint, self._process)))
 
     def close(self) -> None:
-        for prefix in tuple(self._held):
+        for prefix in tuple(self.held):
             self._release(*prefix)
 
     # -- those of others -------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch
 
 from ...errors import StoreError
 
-PRECISIONS = ("int8", "int4")
 GROUP = {"int8": 128, "int4": 64}
 LEVELS = {"int8": 255, "int4": 15}  # the largest q
 LARGEST = 1e37  # far above any key or value; below it no step overflows float32

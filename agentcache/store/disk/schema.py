@@ -147,7 +147,7 @@ def head(folder: Folder, ids: Ids) -> bytes:
 def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
     """A row as it is inserted: every column but `id`, then `head`."""
     values = {name: getattr(row, name) for name in NAMES[1:]}
-    values["ids"] = folder.seal(row.ids.astype("<u4", copy=False).tobytes(), _context(row.page_key))
+    values["ids"] = folder.seal(row.ids.astype("<u4", copy=False).tobytes(), b"ids" + row.page_key)
     values["numerics"] = ",".join(sorted(row.numerics))
     values["role"], values["used"], values["widths"] = int(row.role), used, json.dumps(row.widths)
     return (*values.values(), head(folder, row.ids))
@@ -196,14 +196,10 @@ def decode_ids(folder: Folder, key: bytes, tokens: int, sealed: bytes) -> bytes:
     """The ids of a row, four bytes each; BlobError if they are not as many as it says."""
     if type(key) is not bytes or type(sealed) is not bytes:
         raise BlobError("a row of the index has no ids or no key")
-    plain = folder.open_sealed(sealed, _context(key))
+    plain = folder.open_sealed(sealed, b"ids" + key)
     if len(plain) != 4 * tokens:
         raise BlobError(f"a row of the index has {len(plain)} bytes of ids for {tokens!r} tokens")
     return plain
-
-
-def _context(key: bytes) -> bytes:
-    return b"ids" + key
 
 
 def _in_range(record: tuple[Any, ...]) -> bool:

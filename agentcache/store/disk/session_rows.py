@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..keys import Role
-from ..tool_group import ToolGroup
 from . import blob_files
 from .index import Index
 
@@ -29,8 +28,8 @@ def retire(index: Index, keys: Iterable[str], fingerprint: str) -> frozenset[byt
     return frozenset(map(bytes.fromhex, gone))
 
 
-def end_leases(index: Index) -> list[ToolGroup]:
-    """Forget the sessions whose lease is over, and retire their pages; returns their manifests."""
+def end_leases(index: Index) -> None:
+    """Forget the sessions whose lease is over, and retire their pages."""
     over = [group for group in index.groups() if group.over]
     if over and index.folder.writable:
         # one that was recorded again meanwhile has another time
@@ -39,7 +38,6 @@ def end_leases(index: Index) -> list[ToolGroup]:
         index.database.write(lambda connection: connection.executemany(sql, values))
         for one in over:
             retire(index, (*one.page_keys, *one.superseded), one.fingerprint)
-    return over
 
 
 def _ids(index: Index, keys: Iterable[str], fingerprint: str) -> Sequence[int]:

@@ -162,7 +162,7 @@ def test_an_index_in_use_is_not_replaced(folder: Folder) -> None:
         with pytest.raises(StoreError, match="in use"):
             rebuild(folder, [])
     assert rebuild(folder, rows_of_prompt(random_ids(20))) == 1
-    lock = database.alone(folder)
+    lock = database.lock_index(folder)
     with pytest.raises(StoreError, match="rebuilt"):
         Index(folder)
     os.close(lock)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import StoreError
 from agentcache.kv import PAGE_TOKENS
-from agentcache.store.disk.database import alone
+from agentcache.store.disk.database import lock_index
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import CHILDREN, Index, Row
 from agentcache.store.keys import Ids, Role, Scope, as_ids, chain
@@ -365,4 +365,4 @@ def test_a_thread_that_comes_after_the_end_takes_no_lock(folder: Folder) -> None
     index.close()
     with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError, match="was closed"):
         pool.submit(lambda: index.total()).result()
-    os.close(alone(folder))
+    os.close(lock_index(folder))

@@ -144,7 +144,7 @@ def test_a_thread_that_comes_while_it_closes_locks_nothing(folder: Folder, index
     index.database._lock = ClosedBefore(index)  # type: ignore[assignment]
     with ThreadPoolExecutor(1) as late, pytest.raises(StoreError, match="closed"):
         late.submit(index.total).result()
-    os.close(database.alone(folder))  # StoreError: the index is in use
+    os.close(database.lock_index(folder))  # StoreError: the index is in use
 
 
 def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
@@ -352,7 +352,7 @@ def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
             index.put_splices([("ns", b"b", b"1234")])
             index.set_meta("a", "b")
             index.add_counters({"a": 1})
-            index.drop_splices("ns")
+            index.drop_texts("splices", "ns")
             assert index.total() == (2, 200)
             assert index.stats()["groups"] == 1
         assert before == {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} or wal

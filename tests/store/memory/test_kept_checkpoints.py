@@ -11,9 +11,9 @@ from agentcache.checkpoints import SHARE, Checkpoint
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
-from agentcache.store.lent_pages import lend
 from agentcache.store.memory.checkpoint_room import thin
 from agentcache.store.memory.prefix_tree import PIECES, PrefixTree
+from agentcache.store.page_prefetch import lend
 
 SPEC = KVSpec(1, 1, 8, torch.float32)
 HERE = Scope("ns", "weights")

@@ -18,10 +18,10 @@ from agentcache.kv_spec import KVSpec
 from agentcache.store.deletion import Deletion
 from agentcache.store.entry import Entry, Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
-from agentcache.store.lent_pages import lend
 from agentcache.store.memory import eviction_log
 from agentcache.store.memory.eviction_log import EvictionLog
 from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, PrefixTree
+from agentcache.store.page_prefetch import lend
 from agentcache.store.store import Store
 from agentcache.types import Reason
 from tests.engines import check_store

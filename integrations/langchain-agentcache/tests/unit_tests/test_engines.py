@@ -155,7 +155,7 @@ def test_the_context_holds_prompt_and_completion(own: Any) -> None:
         short = model.model_copy(update={"num_ctx": prompt})
         with pytest.raises(theirs.ContextOverflowError, match=f"exceeds num_ctx={prompt}, which counts both, by 1: raise num_ctx, shorten"):
             short.invoke(ASKED)
-        assert model._engine().scheduler.live == 0
+        assert not model._engine().scheduler.live
         assert model.invoke([HumanMessage("x")]).usage_metadata["output_tokens"] == 2
 
 

@@ -274,7 +274,7 @@ def test_a_prompt_that_cannot_be_leaves_nothing_running(llm: Any) -> None:
     model = llm(max_tokens=8000)
     with pytest.raises(theirs.ModelInvalidRequestError, match="is empty"):
         model.batch([PROMPT, ""])
-    assert script.until(lambda: model._engine().scheduler.live == 0)
+    assert script.until(lambda: not model._engine().scheduler.live)
     assert isinstance(model.batch([""], return_exceptions=True)[0], theirs.ModelInvalidRequestError)
 
 
@@ -288,4 +288,4 @@ async def test_leaving_frees_the_device(llm: Any) -> None:
     await asyncio.sleep(0.1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert await asyncio.to_thread(script.until, lambda: model._engine().scheduler.live == 0)
+    assert await asyncio.to_thread(script.until, lambda: not model._engine().scheduler.live)
