@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
-from ..errors import FAULTS, StoreBusyError, StoreError, StoreLostError
+from ..errors import FAULTS, BlobError, StoreBusyError, StoreCorruptError, StoreError, StoreFormatError, StoreLostError
 from ..kv import PAGE_TOKENS, Page
 from ..kv_spec import KVSpec
 from ..types import Precision, Reason, Refusal
@@ -130,11 +130,11 @@ class PagePrefetch:
             return False
         try:
             self._step()
-        except (StoreBusyError, StoreLostError) as error:
-            self._fail(f"nothing was read from disk: {error}")
-        except StoreError as error:  # a damaged index: computed instead, and said
+        except (StoreCorruptError, StoreFormatError, BlobError) as error:  # computed instead, and said
             self._refuse(str(error), reason=Reason.BAD_BLOB)
             self.state = State.DONE
+        except StoreError as error:  # busy, gone, full: nothing is damaged
+            self._fail(f"nothing was read from disk: {error}")
         except FAULTS as error:  # no memory for its pages, no thread to read them: computed, as without a disk
             self._fail(f"nothing was read from disk: {type(error).__name__}: {error}")
         if self.state is State.DONE:

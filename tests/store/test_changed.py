@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -196,6 +197,29 @@ def test_an_engine_of_a_deleted_folder_uses_the_new(model: Any, tmp_path: Path, 
         assert other.generate(PROMPT, **ASK).receipt.disk_tokens > 512, "what memory held was written once more"
         assert other.generate(chat(long_text(200, 3)), **ASK).receipt.disk_tokens > 512
         assert other.generate(chat("hi"), TOOLS, group="tools", **ASK).receipt.cached_tokens > 0, "the tool group is recorded again"
+
+
+def test_too_many_open_files_are_no_lost_store(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        wanted = running.generate(PROMPT, **ASK).ids
+        assert running.flush()
+        running.store.clear()
+        disk = running.store.disk
+        assert disk is not None
+        for link in disk.index.database._links:  # the next use opens the file
+            link.close()
+        with monkeypatch.context() as few:
+            few.setattr(Path, "read_bytes", refuse)
+            done = running.generate(PROMPT, **ASK)
+        assert done.ids == wanted
+        assert Reason.BAD_BLOB not in reasons(done), "no page is damaged"
+        assert any(os.strerror(errno.EMFILE) in note for note in done.receipt.notes)
+        assert not any("was deleted" in note for note in done.receipt.notes)
+        assert running.store.disk is disk
+
+
+def refuse(path: Path) -> bytes:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
 
 def later(running: Engine, wanted: tuple[int, ...]) -> None:

@@ -26,8 +26,7 @@ UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-lev
 @functools.cache
 def onednn_takes(dtype: torch.dtype) -> bool:
     """True if oneDNN's inner product has code for this type on this processor."""
-    inner = _onednn_linear()
-    if inner is None:
+    if (inner := _onednn_linear()) is None:
         return False
     try:
         inner(torch.ones(2, 32, dtype=dtype), torch.ones(8, 32, dtype=dtype), None, "none", [], "")
@@ -38,9 +37,7 @@ def onednn_takes(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _onednn_linear() -> Any:
-    if not torch.backends.mkldnn.is_available():
-        return None
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 def product_of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -60,7 +57,10 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     known = _packed.get(weight)
     if known is None or known[0] != state:
         _packed.pop(weight, None)  # before another one is made
-        spare = psutil.virtual_memory().available > max(SPARE * weight.nbytes, psutil.virtual_memory().total // SPARE)
+        try:
+            spare = psutil.virtual_memory().available > max(SPARE * weight.nbytes, psutil.virtual_memory().total // SPARE)
+        except OSError:  # this process has all files open that it may: the system cannot be asked
+            spare = False
         known = _packed[weight] = (state, _reordered(weight) if spare else weight.detach())
     return known[1]  # type: ignore[no-any-return]
 

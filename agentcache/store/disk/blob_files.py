@@ -17,6 +17,7 @@ import secrets
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ IOV = 512  # buffers per call, below every system's limit
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs"}  # where a deleted file that is mapped can still be read
 POPULATE_READ = 22  # of madvise, Linux 5.14; Python has no name for it before 3.13
 ZEROS = 1 << 20  # bytes that are overwritten at once
+LATE_S = 3600.0  # a file that has no row after so long gets none: who evicted it was killed before it was unlinked
 PROBE = 1 << 18  # bytes between two looks at what the system holds in memory
 _seeking = threading.Lock()
 
@@ -332,14 +334,15 @@ def files(folder: Folder) -> Iterator[File]:
 
 
 def orphans(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tuple[list[File], int]:
-    """Files that no row names, nor ever will: deleted ones, and those of dead writers. And the bytes of those whose writers may still run.
+    """Files that no row names, nor ever will: deleted ones, old ones, and those of dead writers. And the bytes of those that may get a row.
 
     known: which of these names have a row; asked after the files were listed, so that a row inserted meanwhile is seen.
     """
     found = list(files(folder))
     rows = known([file.name for file in found if file.suffix == WHOLE])
     unnamed = [file for file in found if file.suffix != WHOLE or file.name not in rows]
-    dead = [file for file in unnamed if file.suffix == DELETED or not process_identity.alive(file.writer, since=file.changed)]
+    late = time.time() - LATE_S
+    dead = [one for one in unnamed if one.suffix == DELETED or one.changed < late or not process_identity.alive(one.writer, one.changed)]
     return dead, sum(file.bytes for file in unnamed) - sum(file.bytes for file in dead)
 
 

@@ -126,11 +126,13 @@ class Folder:
             raise kind(f"a deletion cannot be told to those who use {str(self.path)!r}: {error.strerror or error}") from error
 
     def check_same(self) -> None:
-        """StoreLostError: the folder that was opened is gone, or another one is in its place."""
+        """StoreLostError: the folder that was opened is gone, or another one is in its place. StoreError: nobody can tell."""
         try:
             same = (self.path / "key").read_bytes() == self._made
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             same = False
+        except OSError as error:  # too many open files, perhaps: pages and pins are there still
+            raise StoreError(f"the store {str(self.path)!r} cannot be used: {error}") from error
         if not same:
             raise StoreLostError(f"the store {str(self.path)!r} was deleted, or made anew, while it was in use: open it again")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -45,4 +47,12 @@ def test_packed_weights_follow_edits(forgotten: bool, uncompiled: None) -> None:
 
 def test_weights_are_not_packed_when_memory_is_short(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_library.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20, total=1 << 30))
+    assert not linear_library.packed(torch.randn(320, 704)).is_mkldnn
+
+
+def test_weights_are_used_as_they_are_where_no_file_opens(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo")
+
+    monkeypatch.setattr(linear_library.psutil, "virtual_memory", refuse)
     assert not linear_library.packed(torch.randn(320, 704)).is_mkldnn

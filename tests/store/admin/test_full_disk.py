@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,17 @@ def test_leftovers_of_an_open_store_go_within_a_minute(tmp_path: Path, monkeypat
     assert store.flush()
     assert not left.exists()
     store.close()
+
+
+def test_evicted_files_of_a_running_writer_go_after_an_hour(tmp_path: Path) -> None:
+    """Another process that evicts may be killed between the row and its file."""
+    folder = Folder.open(tmp_path / "store")
+    with Index(folder) as index:
+        left = leave(folder, process_identity.token(), PAGE, blob_files.WHOLE)
+        assert prune(folder, index).orphans == 0  # its row may be on its way
+        os.utime(left, (0, time.time() - blob_files.LATE_S - 60))
+        assert prune(folder, index).orphans == 1
+    assert not left.exists()
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------
