@@ -108,6 +108,12 @@ def _quick_conflict() -> str | None:
     return conflict()
 
 
+def _leave_objects() -> None:
+    """Spare Python a look, of a second as it ends, at 400,000 objects of PyTorch and transformers. Triton reports its own as leaks then."""
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
+
+
 def main() -> None:
     """The command `agentcache`."""
     found = _quick_conflict()
@@ -115,7 +121,7 @@ def main() -> None:
         sys.exit(f"agentcache: {found}")
     from agentcache.cli.app import app
 
-    atexit.register(gc.freeze)  # or Python looks at 400,000 objects of PyTorch and transformers, for a second, as it ends
+    atexit.register(_leave_objects)
     try:
         app(prog_name=PACKAGE, obj=conflict)
     except OSError as error:

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -168,10 +169,18 @@ def test_the_error_has_its_class_under_a_taken_name(tmp_path: Path) -> None:
     assert "ForeignPackageError: `import agentcache` finds" in done.stderr
 
 
-def test_the_command_ends_without_a_look_at_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_exit: list[object] = []
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_command_ends_without_a_look_unless_triton_is_loaded(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], object]] = []
+    frozen: list[bool] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     monkeypatch.setattr(sys, "argv", ["agentcache", "--version"])
+    monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
+    if triton:
+        monkeypatch.setitem(sys.modules, "triton._C.libtriton", agentcache_llm)
     with pytest.raises(SystemExit):
         agentcache_llm.main()
-    assert gc.freeze in at_exit
+    for each in at_exit:
+        each()
+    assert frozen == [True] * (not triton)

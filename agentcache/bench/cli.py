@@ -135,8 +135,11 @@ def serve(
     json_file: JsonOption = None,
 ) -> None:
     """Many agents at one server: first tokens and tokens per second. Over HTTP, in process, and from transformers serve."""
+    try:
+        from . import serve as bench
+    except ImportError as error:
+        raise ConfigError(f"bench serve: {error.name!r} is missing: pip install 'agentcache-llm[client,server]'") from error
     from . import report
-    from . import serve as bench
     from .environment import machine, versions
 
     wanted = bench.Options(numbers(agents, "agents"), max_tokens, transformers)

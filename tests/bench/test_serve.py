@@ -60,3 +60,12 @@ def test_a_server_that_ends_says_why() -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such way')"]
     with pytest.raises(ConfigError, match="no such way"), servers._running(command, "/", {}):
         pass
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "agentcache.bench.serve")
+    monkeypatch.delattr("agentcache.bench.serve")
+    done = CliRunner().invoke(cli.app, ["serve"])
+    assert done.exit_code == 1
+    assert "'httpx' is missing: pip install 'agentcache-llm[client,server]'" in done.output
