@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..types import Layout, Message, Span
-from .plain import field
+from .plain import plain_message
 from .request import Rendered
 from .template import SENTINEL
 from .tokenise import common_length
@@ -18,12 +18,12 @@ Render = Callable[[Sequence[Turn], bool], Layout]  # the messages, and whether a
 
 def opening(messages: Sequence[Turn], render: Render) -> Layout:
     """The common start of the prompt that asks for an answer to `messages` and of the prompt with more after them."""
-    last = messages[-1]
-    if field(last, "role") != "assistant":  # it is answered next
+    last = plain_message(len(messages) - 1, messages[-1])
+    if last["role"] != "assistant":  # it is answered next
         asked, continued = render(messages, True), render([*messages, Message("assistant", SENTINEL)], False)
     else:
-        calls = field(last, "tool_calls") or ()
-        name = field(calls[0], "id") if calls else None
+        calls = last.get("tool_calls")
+        name = calls[0].get("id") if calls else None
         behind = [Message("tool" if calls else "user", text, tool_call_id=name) for text in (SENTINEL, SENTINEL[::-1])]
         asked, continued = (render([*messages, one], True) for one in behind)
     return cut(asked, common_length(asked.ids, continued.ids))

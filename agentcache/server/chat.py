@@ -224,11 +224,12 @@ def _continuing(body: CompletionBody, prompt: str | list[int], sampling: Samplin
     def ask(engine: Engine, namespace: str) -> Stream:
         given, settings = prompt, sampling
         if body.echo and body.logprobs is not None:
-            ids, most, context = _ids(engine, prompt, namespace), sampling.max_tokens, engine.model.context_tokens
+            ids, context = _ids(engine, prompt, namespace), engine.model.context_tokens
+            most = 0 if body.max_tokens == 0 and len(ids) > 1 else sampling.max_tokens  # a scored prompt may fill the context
             if len(ids) + most > context:
                 raise ContextOverflowError(len(ids), context, most)
             forced, end = tuple(ids[1:]), len(ids) - 1 + most
-            open_ended = sampling.ignore_eos or most == 1 or ids[-1] in engine.model.stop_ids  # what follows an end is cut in `_told`
+            open_ended = sampling.ignore_eos or most <= 1 or ids[-1] in engine.model.stop_ids  # what follows an end is cut in `_told`
             given, settings = ids[:1], replace(sampling, forced=forced, max_tokens=end, ignore_eos=open_ended)
         return asking(body, given, sampling=settings)(engine, namespace)
 

@@ -85,6 +85,8 @@ def test_odd_values_in_any_place_are_refused_by_type(odd: Any) -> None:
         for how in ("canonical", "stock"):
             with pytest.raises(MessageError, match=r"messages\["):
                 renderer.render(messages, rendering=how)  # type: ignore[arg-type]
+        with pytest.raises(MessageError, match=r"messages\["):
+            renderer.opening(messages)  # type: ignore[arg-type]
     for tools in ([odd], [{"type": "function", "function": odd}], [Tool("f", odd)], [Tool("f", "", odd)]):
         with pytest.raises(ToolSchemaError, match=r"tools\[0\]"):
             renderer.render([user], tools)

@@ -183,6 +183,17 @@ def test_an_echoed_prompt_has_log_probabilities(served: Served) -> None:
     assert none["choices"][0]["logprobs"]["token_logprobs"] == first["logprobs"]["token_logprobs"][: len(ids)]
 
 
+def test_a_scored_prompt_may_fill_the_context(served: Served) -> None:
+    engine = served.state.models.first.engine
+    assert engine is not None
+    size = engine.model.context_tokens
+    ids = (list(engine.renderer.render("The keeper of the light").ids) * size)[:size]
+    with served.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}).json()
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"] == size
+    assert answer["usage"]["completion_tokens"] == 0
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("prompt", ["", "Here.<|im_end|>"])
 def test_a_scored_echo_ends_where_a_plain_one_does(served: Served, prompt: str, ignored: bool) -> None:
