@@ -21,6 +21,7 @@ ULP = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10
 # below, rounding is absolute
 FLOOR = {torch.float64: 2.0**-1022, torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 16, 64, 80, 128]), st.sampled_from([1, 2, 63, 64, 65, 129, 512]))
+PRECISIONS = ("int8", "int4")
 MAKERS = ("noise", "constant", "zero", "outlier", "offset", "tiny", "large", "ends")
 
 
@@ -66,7 +67,7 @@ def half_steps(x: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(SHAPES, st.sampled_from(MAKERS), st.sampled_from(list(ULP)), st.sampled_from(quantize.PRECISIONS), st.integers(0, 2**20))
+@given(SHAPES, st.sampled_from(MAKERS), st.sampled_from(list(ULP)), st.sampled_from(PRECISIONS), st.integers(0, 2**20))
 def test_no_element_is_off_by_more_than_half_a_step(
     shape: tuple[int, int, int], kind: str, dtype: torch.dtype, precision: str, seed: int
 ) -> None:
@@ -81,7 +82,7 @@ def test_no_element_is_off_by_more_than_half_a_step(
 
 
 @pytest.mark.parametrize("dtype", ULP)
-@pytest.mark.parametrize("precision", quantize.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_zeros_and_constants_come_back_as_they_were(precision: str, dtype: torch.dtype) -> None:
     zeros = torch.zeros(2, 16, 100, dtype=dtype), torch.zeros(2, 100, 16, dtype=dtype)
     assert all(torch.equal(x, y) for x, y in zip(zeros, there_and_back(*zeros, precision)))
@@ -101,7 +102,7 @@ def test_the_end_of_the_range_does_not_wrap() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("precision", quantize.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str, which: int, bad: float) -> None:
     spec = replace(SPEC, dtype=torch.float32)
     made = noise_page(spec)
@@ -115,7 +116,7 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str, which: in
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("dtype", ULP)
 @pytest.mark.parametrize("tokens", [512, 131, 1])
-@pytest.mark.parametrize("precision", quantize.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_blobs_of_fewer_bits(tmp_path: Path, spec: KVSpec, precision: str, tokens: int, dtype: torch.dtype, encrypted: bool) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
