@@ -89,7 +89,7 @@ def _quiet(engine: Any, seconds: float = 10.0) -> bool:
     """Whether the device has nothing to do any more."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not engine.scheduler._live and not engine.scheduler._waiting:
+        if not engine.scheduler.live and not engine.scheduler._waiting:
             return True
         time.sleep(0.01)
     return False

@@ -117,7 +117,7 @@ def test_closing_a_model_after_its_engine_is_fine() -> None:
 def _idle(engine: Any, seconds: float = 30.0) -> bool:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        if not engine.scheduler._live and not engine.scheduler._waiting:
+        if not engine.scheduler.live and not engine.scheduler._waiting:
             return True
         time.sleep(0.01)
     return False
