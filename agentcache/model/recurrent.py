@@ -307,7 +307,7 @@ def _state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecurrentState |
 def _rows(state: RecurrentState, given: Any, start: int, stop: int | None, own: LiveState | None = None) -> Any:
     """A module's arguments, each cut to rows [start, stop). own: the state of these rows, if it is another."""
     if given is state:
-        return own or state
+        return state if own is None else own
     if isinstance(given, torch.Tensor):
         assert state.products is not None
         return state.products.share(given, start, stop) if given.ndim > 1 and given.shape[1] == state.rows else given
