@@ -109,8 +109,8 @@ class _Page:
 
 
 def _new(shapes: Shapes, dtype: torch.dtype) -> _Page:
-    try:
-        return _Page(tuple(zeros(shape, dtype, torch.device("cpu"), True) for shape in shapes))
+    try:  # a list: Python cannot end a tuple of a generator that a memory profiler holds, and allocating lets other threads run
+        return _Page(tuple([zeros(shape, dtype, torch.device("cpu"), True) for shape in shapes]))
     except (OSError, MemoryError):  # it is made in advance: the page that needs it will say so
         return _Page((), sum(prod(shape) for shape in shapes))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -147,3 +149,15 @@ def test_without_memory_an_idle_engine_prepares_nothing(monkeypatch: pytest.Monk
     with Engine("embedded", store=None) as engine:
         assert engine.generate("Hello", sampling=Sampling(max_tokens=2)).receipt.computed_tokens
         assert engine.generate("Again", sampling=Sampling(max_tokens=2)).receipt.computed_tokens
+
+
+def test_a_memory_profiler_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, zeros = [], page_memory.zeros
+
+    def profiled(*given: Any) -> torch.Tensor:  # as from another thread, while memory is allocated
+        seen.append(gc.get_objects())
+        return zeros(*given)
+
+    monkeypatch.setattr(page_memory, "zeros", profiled)
+    PreparedPages().step(SHAPES, torch.bfloat16)
+    assert len(seen) == len(SHAPES)

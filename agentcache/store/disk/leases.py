@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from ...errors import StoreBusyError, StoreError
+from ...errors import FAULTS, StoreBusyError
 from . import process_identity
 from .index import Index
 
@@ -60,7 +60,7 @@ class Leases:
 
     def awaited(self) -> bool:
         """Tell whether another process waits for a prefix that is computed here, but not written yet."""
-        with suppress(StoreError):  # then it waits as long as it would
+        with suppress(*FAULTS):  # then it waits as long as it would; the writing thread goes on
             return any(self.is_awaited(*prefix) for prefix in tuple(self._computed))
         return False
 

@@ -236,3 +236,20 @@ def test_a_lease_ends_once_the_disk_takes_it(store: Store, monkeypatch: pytest.M
     assert not store.flush()
     assert store.flush()
     assert (index.stats()["leases"], leases.held) == (0, frozenset())
+
+
+def test_a_look_without_memory_ends_no_writing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    leases, looked = store.disk.leases, threading.Event()
+    leases._computed.add((b"prefix", "weights"))
+
+    def starved(*_: object) -> bool:
+        looked.set()
+        raise MemoryError
+
+    monkeypatch.setattr(leases, "is_awaited", starved)
+    store.disk.writer.quiet.clear()
+    store.admit(SCOPE, IDS, [noise_page(tokens=200)], "n")
+    assert looked.wait(30)
+    assert store.flush()
+    assert store.disk.index.stats()["rows"] == 1
