@@ -153,6 +153,11 @@ class Lifecycle:
         if outcome.error is not None:
             return outcome.error
         self._record_forward(running, outcome)
+        if outcome.lost:  # on from the last checkpoint, in forwards that no other sequence shares
+            self._attach(running)
+            if isinstance(running.sequence, Sequence) and running.sequence.state is not None:
+                running.sequence.state.packs_pieces = False
+            return None
         if outcome.logits is not None and not finite(outcome.logits):
             return self._non_finite(running, "logits")
         if not running.filled:

@@ -68,7 +68,8 @@ class Work:
 class Outcome:
     """Result of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
 
-    drafts: drafted ids, and the logits [ids, vocab] after each. retried: why it ran alone after its pack had failed; empty if it did not.
+    drafts: drafted ids, and the logits [ids, vocab] after each. retried: why it runs alone after its pack had failed; empty if it did not.
+    lost: its state changed in part, so nothing ran: the sequence is to be attached anew, and to share no forward.
     weights_changed: they are not those of its fingerprint, or changed while it ran: nothing of it may be kept.
     """
 
@@ -77,6 +78,7 @@ class Outcome:
     error: AgentCacheError | None = None
     weights_changed: bool = False
     retried: str = ""
+    lost: bool = False
 
 
 def _no_memory(error: BaseException) -> bool:
@@ -119,12 +121,6 @@ def _pack_of(work: Work) -> int:
     return 1 if sequence.state.packs_pieces and sequence.adapter is None and len(work.ids) == 1 else id(work)
 
 
-def _failed(work: Work, error: BaseException) -> Outcome:
-    if isinstance(work.sequence, Sequence):
-        work.sequence.truncate(work.sequence.length)
-    return Outcome(error=as_failure(error, work.sequence.length + len(work.ids)))
-
-
 def process_threads() -> int:
     """The number that `torch.set_num_threads` was last given in any thread: only threads started later see it, so one is started."""
     counts: list[int] = []
@@ -145,7 +141,7 @@ class Runner:
         use_threads(process_threads())
 
     def run(self, work: list[Work]) -> list[Outcome]:
-        """Run work in packs, one forward each, and advance its sequences. Members of a pack of pages that fails are run one by one."""
+        """Run work in packs, one forward each, and advance its sequences. Members of a pack that fails run one by one, with states anew."""
         packs: dict[int, list[Work]] = {}
         for w in work:
             packs.setdefault(_pack_of(w), []).append(w)
@@ -174,11 +170,13 @@ class Runner:
         done = self._try(work)
         if not isinstance(done, BaseException):
             return done
-        if isinstance(work[0].sequence, Sequence) and work[0].sequence.state is not None:  # states changed in part: none can go on
-            return [_failed(w, done) for w in work]
         what = "did not fit in memory" if _no_memory(done) else f"failed: {type(done).__name__}"
         why = f"ran alone after a pack of {len(work)} {what}"
         _without_tracebacks(done)
+        if with_states := [w.sequence for w in work if isinstance(w.sequence, Sequence) and w.sequence.state is not None]:
+            for sequence in with_states:
+                sequence.truncate(sequence.length)
+            return [Outcome(lost=True, retried=why) for _ in work]
         outcomes = [self._run_alone(w) for w in work]
         for outcome in outcomes:
             outcome.retried = why
@@ -186,7 +184,11 @@ class Runner:
 
     def _run_alone(self, work: Work) -> Outcome:
         done = self._try([work])
-        return _failed(work, done) if isinstance(done, BaseException) else done[0]
+        if not isinstance(done, BaseException):
+            return done[0]
+        if isinstance(work.sequence, Sequence):
+            work.sequence.truncate(work.sequence.length)
+        return Outcome(error=as_failure(done, work.sequence.length + len(work.ids)))
 
     def _try(self, work: list[Work]) -> list[Outcome] | BaseException:
         try:

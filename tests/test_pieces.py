@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Sampling
-from agentcache.errors import OutOfMemoryError
 from agentcache.model.attention import Part
 from tests.asking import SYSTEM, Asking, by_pieces, user
 
@@ -118,21 +117,31 @@ def test_next_tokens_of_several_share_forwards_and_keep_their_bits(family: str, 
         assert torch.equal(torch.stack(own), logits)
 
 
-def test_states_of_a_pack_that_fails_go_on_nowhere(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = asking("lfm2", None)
-    forward, sampling = one.engine.model.forward, Sampling(max_tokens=400, ignore_eos=True)
+@pytest.mark.parametrize("reuse", ["exact", "off"])
+def test_members_of_a_pack_that_fails_go_on_alone(reuse: Any, hybrids: dict[str, Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, sampling = hybrids["lfm2"], Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
+    forward, asked, packs = one.engine.model.forward, [[SYSTEM, user(text(60)), user(word)] for word in "ab"], []
+    expected = [one(each, tools=(), tokens=60, reuse="off") for each in asked]
 
     def fail(ids: torch.Tensor, parts: list[Part], *some: Any) -> torch.Tensor:
+        done = forward(ids, parts, *some)
         if len(parts) > 1:
-            forward(ids, parts, *some)
+            packs.append(parts)
             raise RuntimeError("not enough memory")
-        return forward(ids, parts, *some)
+        return done
 
     monkeypatch.setattr(one.engine.model, "forward", fail)
-    for stream in [one.engine.stream([user(word)], sampling=sampling) for word in "ab"]:
-        with pytest.raises(OutOfMemoryError):
-            stream.completion  # noqa: B018
-    assert len(one([user("a")], tools=())[0].ids) == 6
+    found = [list[torch.Tensor](), list[torch.Tensor]()]
+    takes = [lambda logits, own=own: own.append(logits.clone()) for own in found]
+    given = zip(asked, takes, strict=True)
+    streams = [one.engine.stream(each, sampling=sampling, on_logits=take, namespace="alone", reuse=reuse) for each, take in given]
+    for stream, own, (said, logits) in zip(streams, found, expected, strict=True):
+        completion = stream.completion
+        assert completion.ids == said.ids
+        assert torch.equal(torch.stack(own), logits)
+        assert "ran alone after a pack of 2 did not fit in memory" in completion.receipt.notes
+        assert completion.receipt.bitwise
+    assert len(packs) == 1
 
 
 def test_a_group_as_long_as_its_checkpoint(hybrids: dict[str, Asking]) -> None:

@@ -126,7 +126,7 @@ class Batch:
             first = part.offset + max(0, part.sequence.acts_from - part.start)
             if part.sequence.adapter is not None and first < part.offset + part.count:
                 spans.setdefault(part.sequence.adapter, []).append(range(first, part.offset + part.count))
-        whole = bool(self.parts) and self.parts[0].sequence.state is not None  # runs alone, adapted whole, however it is cut
+        whole = bool(self.parts) and self.parts[0].sequence.state is not None  # an adapted one runs alone, adapted whole, however it is cut
         self.acting = [(adapter, slice(None) if whole else _rows(own)) for adapter, own in spans.items()]
 
     def on(self, device: torch.device) -> DeviceTable:

@@ -58,7 +58,7 @@ def test_program_runs(
     if "Engine(" in block or "AgentCache" in block:
         assert "cache" in printed
     if (page, number) == ("README.md", 0):
-        assert f"It prints:\n\n```\n{printed}```" in README
+        assert f"At first it prints:\n\n```\n{printed}```" in README
     for comment in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
         assert comment in printed
 
@@ -66,7 +66,7 @@ def test_program_runs(
 def test_the_first_program_needs_no_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)  # with it, calls are held to the names of the tools
     exec(programs("README.md")[0], {"__name__": "__main__"})
-    assert f"It prints:\n\n```\n{capsys.readouterr().out}```" in README
+    assert f"At first it prints:\n\n```\n{capsys.readouterr().out}```" in README
 
 
 def test_first_program_is_about_ten_lines() -> None:
