@@ -6,6 +6,7 @@ bounds it while a request decodes. Of long prompts one is filled at a time: the 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .drafts import DRAFT_ROWS, draft
-from .errors import AgentCacheError, CancelledError, ConfigError, EngineClosedError
+from .errors import AgentCacheError, CancelledError, ConfigError, EngineClosedError, shown
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
 from .openmp import release_team
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from .read_ahead import ReadAhead
     from .receipt import Receipt
     from .receipt_log import ReceiptLog
+
+log = logging.getLogger("agentcache")
 
 STEP = 4.0  # times as long as a round that only decodes: the bound of one that also fills a prompt
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
@@ -96,6 +99,7 @@ class Scheduler:
         self.live: list[Running] = []
         self._gate = threading.Lock()  # nothing comes into the inbox once it is closed
         self._closed = threading.Event()
+        self._ended_by = ""  # an unforeseen fault of the thread
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
         try:
             self._thread.start()
@@ -139,7 +143,7 @@ class Scheduler:
             release_team()  # while its caller waits
             with self._gate:
                 if self._closed.is_set():
-                    raise EngineClosedError("the engine is closed: create a new one")
+                    raise self._closed_error("the engine is closed: create a new one")
                 self._inbox.put(request)
         except BaseException:  # an interrupt: nobody reads the answer
             request.events.cancel()
@@ -172,7 +176,13 @@ class Scheduler:
         pool.open(budget)
         try:
             while not self._closed.is_set():
-                self._round()
+                try:
+                    self._round()
+                except FAULTS as error:
+                    self._outlive(error)
+        except BaseException as error:
+            self._ended_by = f"{type(error).__name__}: {shown(str(error))}"
+            raise
         finally:  # also if an unforeseen fault ends this thread: no caller may wait forever
             with self._gate:
                 self._closed.set()
@@ -181,9 +191,24 @@ class Scheduler:
             pool.close(budget)
             self._collect(0.0)
             for request in (*self.live, *self._waiting):
-                self._fail(request, EngineClosedError("the engine was closed while this request ran"))
+                self._fail(request, self._closed_error("the engine was closed while this request ran"))
             if self._log is not None:
                 self._log.close()
+
+    def _outlive(self, error: Exception) -> None:
+        """End the requests that a fault outside of them hit, and work for idle moments, which may have caused it; raise without either."""
+        requests = (*self.live, *self._waiting)
+        if not (requests or self.idle or self.read_ahead):
+            raise error
+        log.exception("a fault outside of requests: those that ran have failed, and idle moments do no more work")
+        self.idle, self.read_ahead = [], None
+        for request in requests:
+            self._fail(request, as_failure(error, len(request.ids)))
+
+    def _closed_error(self, told: str) -> EngineClosedError:
+        if self._ended_by:
+            told = f"the engine ended by a fault, {self._ended_by}: create a new one"
+        return EngineClosedError(told)
 
     def _round(self) -> None:
         """One round. Its own frame, so that nothing of it lives on while the thread waits for requests."""

@@ -14,6 +14,7 @@ from agentcache import Engine, Reason, Sampling, errors
 from agentcache.kv import Page
 from agentcache.layout.tokenise import Encoder
 from agentcache.runner import Runner
+from agentcache.scheduler import Scheduler
 from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, wait_until
 
@@ -286,15 +287,44 @@ def test_a_device_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.Mon
         pass
 
     def die(self: Runner, work: Any) -> Any:
-        raise Unforeseen
+        raise Unforeseen("of the device")
 
     with engine() as running:
         monkeypatch.setattr(Runner, "run", die)
         monkeypatch.setattr("threading.excepthook", lambda args: None)
-        with pytest.raises(errors.EngineClosedError):
+        for _ in range(2):
+            with pytest.raises(errors.EngineClosedError, match="ended by a fault, Unforeseen: 'of the device'"):
+                running.generate(chat("x"))
+
+
+def test_a_fault_outside_of_requests_ends_those_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compose = Scheduler._compose
+    faults = iter([True])
+    with engine() as running:
+        monkeypatch.setattr(Scheduler, "_compose", lambda self: 1 // 0 if self.live and next(faults, False) else compose(self))
+        with pytest.raises(errors.GenerationError, match="ZeroDivisionError"):
             running.generate(chat("x"))
-        with pytest.raises(errors.EngineClosedError):
-            running.generate(chat("x"))
+        assert running.generate(chat("x"), sampling=decode(5)).receipt.completion_tokens == 5
+
+
+def test_a_fault_of_idle_work_ends_such_work_alone() -> None:
+    class Faulty:
+        pending, steps = True, 0
+
+        def step(self) -> None:
+            self.steps += 1
+            raise ZeroDivisionError
+
+        def counts(self) -> dict[str, dict[str, float]]:
+            return {}
+
+    work = Faulty()
+    with engine() as running:
+        running.scheduler.idle.append(work)
+        running.generate(chat("x"), sampling=decode(1))
+        assert wait_until(lambda: not running.scheduler.idle)
+        assert running.generate(chat("x"), sampling=decode(5)).receipt.completion_tokens == 5
+    assert work.steps == 1
 
 
 # -- models that cannot be paged ---------------------------------------------------------------------------------------
