@@ -114,11 +114,11 @@ def _without_tracebacks(error: BaseException) -> BaseException:
 
 
 def _pack_of(work: Work) -> int:
-    """The pack that work runs in: of pages alone, of next tokens of sequences with states, or its own."""
+    """The pack that work runs in: of pages alone, of sequences with states, or its own, also where its own pieces decide its bits."""
     sequence = work.sequence
-    if isinstance(sequence, StockSequence) or sequence.state is None:
+    if isinstance(sequence, StockSequence) or (state := sequence.state) is None:
         return id(work) if isinstance(sequence, StockSequence) else 0
-    return 1 if sequence.state.packs_pieces and sequence.adapter is None and len(work.ids) == 1 else id(work)
+    return 1 if state.packs_pieces and sequence.adapter is None and 1 in (state.alignment, len(work.ids)) else id(work)
 
 
 def process_threads() -> int:

@@ -91,9 +91,12 @@ def test_a_prompt_filled_beside_one_that_decodes(family: str, hybrids: dict[str,
     with engine.stream([user("x")], sampling=Sampling(max_tokens=400, ignore_eos=True)) as decoding:
         next(decoding)
         before = engine.scheduler.rounds
-        said, logits = one(asked, tools=(), namespace="beside")
-        small = engine.scheduler.rounds - before > said.receipt.prompt_tokens // 16
-        assert small == (engine.model.support.alignment == 1)
+        with mock.patch.object(engine.model, "forward", wraps=engine.model.forward) as forwards:
+            said, logits = one(asked, tools=(), namespace="beside")
+        shared = [len(call.args[0]) for call in forwards.call_args_list if len(call.args[1]) > 1]
+        anywhere = engine.model.support.alignment == 1
+        assert max(shared) == (4 if anywhere else 1) + 1
+        assert (engine.scheduler.rounds - before > said.receipt.prompt_tokens // 16) == anywhere
         assert torch.equal(logits, expected)
         again, logits = one(asked, tools=(), namespace="beside")
         assert torch.equal(logits, expected)

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,14 @@ from .kernels.object_cache import Objects
 TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
 STATE_TOKENS = 101  # of models with states, cut at 64
-REVISION = "12"  # of the proof: raise it when it asks for more
+REVISION = "13"  # of the proof: raise it when it asks for more
 FLOPS = 1e11  # of one forward at most: less than a second on two cores
 CUTS = (1, 64, 101)  # where a run is cut: after one token, at a multiple of 64, and amid a chunk
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest
 ODD_CUTS = (1, 2, 37, 64, 65, 100)  # of models with states, whose pieces may end anywhere: pieces of one token are steps of decoding
 STATE_COSINE = 0.9995  # the same for states that go on: both sides ran the same kernels; a state that loses something stays below
-BESIDE = (64, 37)  # tokens of two sequences with states, whose next ones run in one forward
+BESIDE = (64, 37)  # tokens of two sequences with states, whose next rows run in one forward
+BESIDE_ROWS = 35  # of a piece of the first then
 ROUNDINGS = 4  # by which quantised states may differ more than rows beside them change, and runs in pieces more than kernels do
 CUT_COSINE = 0.99995  # of 16-bit logits in pieces, against those of the whole: the same kernels, over other numbers of rows
 CUT_COSINE_ELSEWHERE = 0.999  # on devices whose libraries may add up parts of a product in 16 bits, as cuBLAS does for few rows
@@ -185,21 +187,24 @@ def _same(
 
 
 def _same_beside(model: Any, ids: torch.Tensor) -> bool:
-    """Tell whether two sequences' next tokens have the same bits in one forward as in one each: keys, values, logits and states."""
+    """Tell whether rows of two sequences have the same bits in one forward as in one each: keys, values, logits and states."""
     found, regime = [], model.regime(len(ids)) or ""
     for together in (False, True):
         pair, logits = [_run(model, ids[:length], [length], [], whole=len(ids))[0] for length in BESIDE], []
-        for _ in range(2):
-            for sequences in [pair] if together else [[one] for one in pair]:
-                parts = [Part(one, one.length, 1, at) for at, one in enumerate(sequences)]
-                for one in sequences:
-                    one.reserve(1)
+        for counts in ((1, 1), (BESIDE_ROWS, 1)):
+            rows = [(one, one.length, count) for one, count in zip(pair, counts, strict=True)]
+            for some in [rows] if together else [[each] for each in rows]:
+                ends = list(accumulate(count for _, _, count in some))
+                parts = [Part(*each, end - each[2]) for each, end in zip(some, ends, strict=True)]
+                tokens = torch.cat([ids[part.start : part.start + part.count] for part in parts])
+                for part in parts:
+                    part.sequence.reserve(part.count)
                 try:
-                    logits.append(model.forward(ids[[p.start for p in parts]], parts, [regime] * len(parts), range(len(parts))))
+                    logits.append(model.forward(tokens, parts, [regime] * len(parts), [end - 1 for end in ends]))
                 except MODEL_FAULTS:
                     return False
-                for one in sequences:
-                    one.advance(1)
+                for part in parts:
+                    part.sequence.advance(part.count)
         found.append([torch.cat(logits), *(state for one in pair for state in _states(one, ()))])
         found[-1] += [rows for one in pair for layer in range(one.spec.layers) for rows in one.read(layer)]
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -85,9 +85,9 @@ def layers_with_state(config: Any) -> list[str]:
 class RecurrentState(Cache):
     """The states of one sequence after `length` tokens; a forward changes them in place.
 
-    packs_pieces: one forward may run several pieces, and next tokens of several sequences. alignment: checkpoints stand at its multiples.
-    Of the forward that runs: its products, its number of rows, and where its pieces end but for the last one. A layer's states after some
-    rows are noted: between pieces, or by compiled kernels amid all rows. beside: of other sequences, whose tokens follow the first row.
+    packs_pieces: one forward may run several pieces, and rows of several sequences. alignment: checkpoints stand at its multiples.
+    Of the forward that runs: its products, its rows of this sequence, and where pieces of these end but for the last one. A layer's states
+    after some rows are noted: between pieces, or by compiled kernels amid all rows. beside: of other sequences, whose rows follow.
     """
 
     def __init__(self, config: Any, packs_pieces: bool = False, alignment: int = CHECKPOINT_TOKENS) -> None:
@@ -95,11 +95,12 @@ class RecurrentState(Cache):
         self.length = 0
         self.packs_pieces, self.alignment = packs_pieces, alignment
         self.products: RowPureLinear | None = None
-        self.rows = 0
+        self.rows = self.all_rows = 0
         self.stops: tuple[int, ...] = ()
-        self.beside: tuple[LiveState | None, ...] = ()
+        self.beside: tuple[Any, ...] = ()
         self._noted: dict[int, dict[tuple[int, str, int], torch.Tensor]] = {}  # by the row; the layer, the kind of state and its number
-        self.done: list[Any] = []  # outputs of the layer that runs: of earlier pieces, or of other sequences
+        self.done: list[Any] = []  # outputs of the layer that runs: of earlier pieces, and of other sequences
+        self.earlier = 0  # of them, which come before the one that its module computes
 
     def advance(self, tokens: int) -> None:
         """Declare so many tokens run."""
@@ -143,7 +144,7 @@ class RecurrentState(Cache):
                 self._noted[stop][layer, "recurrent_states", 0] = _copied(state)
 
     def _stops_amid(self, rows: int) -> tuple[int, ...]:
-        """The rows after which states are noted, if these are all rows of the forward, and no piece of them."""
+        """The rows after which states are noted, if these are all rows of the sequence, and no piece of them."""
         return tuple(self._noted) if rows == self.rows else ()
 
     @property
@@ -152,11 +153,13 @@ class RecurrentState(Cache):
         return {at: layer for at, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
     def begin(self, products: RowPureLinear, parts: list[Part]) -> None:
-        """Begin a forward of one part, or of the next token of several sequences, of which this one is the first."""
+        """Begin a forward of one part, or of parts of several sequences, of which this one is the first."""
         self.products, self.done, self.beside = products, [], tuple(part.sequence.state for part in parts[1:])
         self.rows, self.stops, kept = parts[0].cuts
-        self.rows += len(self.beside)
+        self.all_rows = sum(part.count for part in parts)
         self._noted = {stop: {} for stop in kept}
+        for state, part in zip(self.beside, parts[1:], strict=True):
+            state.begin(products, [part])
 
     def note(self, layer: int, stop: int) -> None:
         """Copy the states of a layer after a row, if they are kept."""
@@ -218,8 +221,8 @@ class Mixers:
     """The modules of a decoder that keep states: made to work on `CHECKPOINT_TOKENS` where they compute in larger chunks, since a call of
     few tokens computes a whole chunk, whose work grows with its square.
 
-    They run one by one for next tokens of several sequences; and piece by piece for several pieces, unless their kernels are compiled and
-    states do not depend on pieces. Everything else, and products of the rows that they are given, are computed for all rows at once.
+    They run sequence by sequence; and piece by piece for several pieces, unless their kernels are compiled and states do not depend on
+    pieces. Everything else, and products of the rows that they are given, are computed for all rows at once.
     compiles: with compiled kernels, where they can.
     """
 
@@ -270,19 +273,18 @@ class Mixers:
         state = _state_of(args, kwargs)
         if state is None or not (state.stops or state.beside) or state.done:  # another engine's hook of this module came first
             return None
-        if state.beside:
-            for row, other in enumerate(state.beside, 1):
-                some, named = _rows(state, (args, kwargs), row, row + 1, other)
+        first, own = 0, (0, 0)
+        for each in (state, *state.beside):
+            whole = each.alignment == 1 and module in self._compiled  # states do not depend on pieces, and its kernels note them
+            for start, stop in pairwise((0, *(() if whole else each.stops), each.rows)):
+                if each is state and stop == each.rows:  # the module itself computes these
+                    state.earlier, own = len(state.done), (start, stop)
+                    continue
+                some, named = _rows(state, (args, kwargs), first + start, first + stop, each)
                 state.done.append(module.forward(*some, **named))
-            return _rows(state, (args, kwargs), 0, 1)  # type: ignore[no-any-return]
-        if state.alignment == 1 and module in self._compiled:  # states do not depend on pieces, and its kernels note them
-            return None
-        stops = (0, *state.stops)
-        for start, stop in pairwise(stops):
-            some, named = _rows(state, (args, kwargs), start, stop)
-            state.done.append(module.forward(*some, **named))
-            state.note(module.layer_idx, stop)
-        return _rows(state, (args, kwargs), stops[-1], None)  # type: ignore[no-any-return]
+                each.note(module.layer_idx, stop)
+            first += each.rows
+        return _rows(state, (args, kwargs), *own, state) if state.done else None
 
     def _after_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         state = _state_of(args, kwargs)
@@ -290,7 +292,7 @@ class Mixers:
             return None
         assert state.products is not None
         state.products.forget()
-        done, state.done = [output, *state.done] if state.beside else [*state.done, output], []
+        done, state.done = [*state.done[: state.earlier], output, *state.done[state.earlier :]], []
         if isinstance(output, torch.Tensor):
             return torch.cat(done, 1)
         return tuple(torch.cat(some, 1) if isinstance(some[0], torch.Tensor) else some[-1] for some in zip(*done, strict=True))
@@ -304,13 +306,13 @@ def _state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecurrentState |
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, RecurrentState)), None)
 
 
-def _rows(state: RecurrentState, given: Any, start: int, stop: int | None, own: LiveState | None = None) -> Any:
-    """A module's arguments, each cut to rows [start, stop). own: the state of these rows, if it is another."""
+def _rows(state: RecurrentState, given: Any, start: int, stop: int, own: LiveState) -> Any:
+    """A module's arguments, each cut to rows [start, stop), with the state of their sequence."""
     if given is state:
-        return state if own is None else own
+        return own
     if isinstance(given, torch.Tensor):
         assert state.products is not None
-        return state.products.share(given, start, stop) if given.ndim > 1 and given.shape[1] == state.rows else given
+        return state.products.share(given, start, stop) if given.ndim > 1 and given.shape[1] == state.all_rows else given
     if isinstance(given, (tuple, list)):
         return tuple(_rows(state, each, start, stop, own) for each in given)
     return {name: _rows(state, each, start, stop, own) for name, each in given.items()} if isinstance(given, dict) else given
