@@ -75,6 +75,14 @@ class Served:
         options = {"timeout": 120, "trust_env": False, "verify": False, **options}  # there are no certificates to load
         return httpx.Client(base_url=self.url, headers=headers, **options)
 
+    def post(self, path: str, body: Any, status: int = 200) -> dict[str, Any]:
+        """The answer to this body, which has this status."""
+        with self.client() as http:
+            answer = http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
     def openai(self, *, strict: bool = False) -> Any:
         """OpenAI's client, closed with the server: a collector may find its sockets before the client that would close them."""
         return self._sdk(pytest.importorskip("openai").OpenAI, f"{self.url}/v1", strict)

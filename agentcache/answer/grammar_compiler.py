@@ -9,7 +9,8 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .. import extras
@@ -146,13 +147,10 @@ class GrammarCompiler:
 
 def _callable(constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Schemas of the arguments of the tools that may be called, by name."""
-    known: dict[str, Any] = {}
-    for tool in tools:
-        if isinstance(tool, Tool):
-            known[tool.name] = tool.parameters
-        else:
-            function = tool.get("function", tool)
-            known[str(function["name"])] = function.get("parameters")
+    functions = [
+        {"name": tool.name, "parameters": tool.parameters} if isinstance(tool, Tool) else tool.get("function", tool) for tool in tools
+    ]
+    known: dict[str, Any] = {str(function["name"]): function.get("parameters") for function in functions}
     for name in constraint.allowed or ():
         if name not in known:
             raise ConfigError(f"allowed={constraint.allowed!r}: there is no tool {name!r}, only {sorted(known)!r}")
@@ -169,18 +167,18 @@ def _callable(constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]])
     return {name: arguments_schema(known[name]) for name in known if name in allowed}
 
 
+@dataclass(frozen=True, slots=True)
 class _Tokens:
     """A tokenizer's vocabulary as llguidance takes it: the bytes of each id, and the ids that are never part of a text."""
 
-    def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], special: list[int], eos: int) -> None:
-        self.tokens = tokens
-        self.special_token_ids = special
-        self.eos_token_id = eos
-        self.bos_token_id = None
-        self._encode = encode
+    backend: Any
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: None = None
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
 
 def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int], form: CallForm) -> tuple[Any, Vocabulary]:
@@ -194,14 +192,10 @@ def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int], form:
     never = [token for token, text in enumerate(tokens) if base.is_special_token(token) and (not text or text not in spelled)]
     ends = stop_ids or [max(vocab, len(tokens))]  # without an end of turn one is made up, which no model can draw
     tokens += [b""] * (max(vocab, ends[-1] + 1) - len(tokens))
-
-    def encode(text: str) -> list[int]:
-        return list(backend.encode(text, add_special_tokens=False).ids)
-
-    wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
+    known = _Tokens(backend, tokens, sorted({*never, *ends}), ends[0])
     exits = (form.argument[2] if form.argument else "", form.answer[1], form.quotes[1] if form.quotes else "")
-    vocabulary = Vocabulary(tokens, encode, ends, thought=form.thought[1], exits=exits)
-    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends), vocabulary
+    vocabulary = Vocabulary(tokens, known, ends, thought=form.thought[1], exits=exits)
+    return library.LLTokenizer(library.TokenizerWrapper(known), n_vocab=len(tokens), eos_token=ends), vocabulary
 
 
 def _patterns(schema: Any) -> Counter[str]:

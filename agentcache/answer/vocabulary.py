@@ -119,7 +119,7 @@ class Vocabulary:
         """The parser's own reason for finding no ending: its limits, mostly; "" if there is none."""
         walk = _Walk(self, matcher, 0)
         walk.ends(LONGEST)
-        return walk.error
+        return str(walk.matcher.get_error())
 
     def ends(self, matcher: Any, path: list[int]) -> bool:
         """Whether exactly these tokens end the completion."""
@@ -154,31 +154,27 @@ class _Walk:
 
     def __init__(self, vocabulary: Vocabulary, matcher: Any, turn: int) -> None:
         self.path, self.room, self.turned = list[int](), 0, False
-        self._vocabulary, self._matcher, self._turn = vocabulary, matcher.deep_copy(), turn
+        self._vocabulary, self.matcher, self._turn = vocabulary, matcher.deep_copy(), turn
         self._closers = vocabulary.closing if turn < TURNS - 1 else frozenset[int]()
         self._taken = Counter[bytes]()
         self._in_text = False
 
     def ends(self, longest: int) -> bool:
         """Whether `path` leads to an end within so many tokens."""
-        while not (self._matcher.is_accepting() or self._matcher.is_stopped()):
-            step = self._matcher.compute_ff_tokens() or self._choice(self._vocabulary.allowed(self._matcher))
+        while not (self.matcher.is_accepting() or self.matcher.is_stopped()):
+            step = self.matcher.compute_ff_tokens() or self._choice(self._vocabulary.allowed(self.matcher))
             self.path += step
-            if len(self.path) > longest or not self._matcher.consume_tokens(step):
+            if len(self.path) > longest or not self.matcher.consume_tokens(step):
                 return False
         return True
-
-    @property
-    def error(self) -> str:
-        return str(self._matcher.get_error())
 
     def _choice(self, allowed: Bits) -> list[int]:
         """The next tokens. Where nothing closes what is open, every way on gets its turn: one of them leads to an end."""
         in_text, self._in_text = self._in_text, free(allowed)
         self.room += TEXT + 2 if self._in_text and not in_text else DIGITS + 1 if self._vocabulary.starts_number(allowed) else 0
-        if self._in_text and (literal := self._vocabulary.exit(self._matcher, self._vocabulary.exits)):
+        if self._in_text and (literal := self._vocabulary.exit(self.matcher, self._vocabulary.exits)):
             return literal
-        choices = self._vocabulary.leading(self._matcher, allowed)
+        choices = self._vocabulary.leading(self.matcher, allowed)
         if choices[0] in self._closers and len(choices) <= FEW:
             return choices[:1]
         self.turned = True

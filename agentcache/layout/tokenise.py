@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -96,11 +97,22 @@ def in_transformers_form(tokenizer: Any) -> Any:
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = template
     if type(tokenizer).__name__ == "MistralCommonBackend":
-        from .mistral_common import converted
-
-        return converted(tokenizer)
+        return _converted(tokenizer)
     _check_vocabulary(tokenizer)
     return tokenizer
+
+
+def _converted(tokenizer: Any) -> Any:
+    """Transformers' own conversion, which has equal ids. ConfigError: it fails."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder, save_format="hf")
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        advice = "load it by AutoTokenizer.from_pretrained(NAME, mistral_format=False)"
+        raise ConfigError(f"tokenizer 'MistralCommonBackend' cannot be converted ({type(error).__name__}: {error}): {advice}") from error
 
 
 def _check_vocabulary(tokenizer: Any) -> None:

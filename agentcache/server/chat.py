@@ -246,8 +246,7 @@ async def _text_whole(answers: Sequence[Answer], body: CompletionBody, prompts: 
 
 def _told(body: CompletionBody, answer: Answer, prompt: str | list[int], done: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
     """The choice of one prompt, with the prompt before it if it is to be echoed; and its usage."""
-    finish, engine = "length" if done.finish_reason == "length" else "stop", answer.engine
-    choice: dict[str, Any] = {"index": 0, "text": done.text, "logprobs": _text_logprobs(engine, done.logprobs), "finish_reason": finish}
+    choice, engine = _text_choice(0, answer, done.text, done), answer.engine
     if not body.echo:
         return choice, done.usage
     ids, scored, text = _ids(engine, prompt, answer.record.namespace), body.logprobs is not None, done.text
@@ -273,17 +272,17 @@ async def _text_events(answers: Sequence[Answer], options: StreamOptions) -> Asy
     for index, answer in enumerate(answers):
         async for piece in answer.stream:
             if piece.text:
-                yield sse({**head, "choices": [await _text_choice(index, answer, piece.text)], **usage(options.continuous_usage_stats)})
-        last = await _text_choice(index, answer, "", answer.stream.completion)
+                yield sse({**head, "choices": [_text_choice(index, answer, piece.text)], **usage(options.continuous_usage_stats)})
+        last = await anyio.to_thread.run_sync(_text_choice, index, answer, "", answer.stream.completion)
         yield sse({**head, "choices": [last], **usage(options.continuous_usage_stats), **answer.told()})
     if options.include_usage:
         yield sse({**head, "choices": [], **usage(True)})
 
 
-async def _text_choice(index: int, answer: Answer, text: str, done: Completion | None = None) -> dict[str, Any]:
+def _text_choice(index: int, answer: Answer, text: str, done: Completion | None = None) -> dict[str, Any]:
     """done: of the last piece."""
     finish = None if done is None else "length" if done.finish_reason == "length" else "stop"
-    logprobs = None if done is None else await anyio.to_thread.run_sync(_text_logprobs, answer.engine, done.logprobs)
+    logprobs = None if done is None else _text_logprobs(answer.engine, done.logprobs)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 

@@ -1,12 +1,35 @@
-"""Deltas of an answer put together again. Holds no tests."""
+"""Answers read whole and in pieces, and their deltas put together again. Holds no tests."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from agentcache.answer.parser import Delta
+from agentcache import Sampling
+from agentcache.answer.call_forms import CallForm
+from agentcache.answer.parser import AnswerParser, Delta
+from agentcache.answer.response_template import template_for
 from agentcache.types import Message, ToolCall
+
+
+def taken(reader: AnswerParser, text: str, cuts: Sequence[int] = (), **options: Any) -> list[Delta]:
+    """The deltas of a text that comes in pieces, cut at these places."""
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [d for a, b in zip(places, places[1:]) for d in reader.push(text[a:b])] + reader.finish(**options)
+
+
+def parsed(form: CallForm | None, text: str, cut: str = "", **options: Any) -> AnswerParser:
+    """A parser that has read this text, whole, by the template of a form."""
+    parser = AnswerParser(template_for(form), **options)
+    taken(parser, text, cut=cut)
+    return parser
+
+
+def spoken(text: str, tokenizer: Any) -> Sampling:
+    """What makes an engine say exactly this."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Sampling(forced=(*ids, tokenizer.eos_token_id), max_tokens=len(ids) + 1)
 
 
 def message_of(deltas: list[Delta]) -> Message:

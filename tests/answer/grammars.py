@@ -38,7 +38,11 @@ def grammars(family: str = "hermes", thinking: bool = False) -> Grammars:
         tokenizer.chat_template = FAMILIES[family]
     if thinking:
         tokenizer.chat_template += "{# <think> #}"
-    return Grammars(tokenizer, models.VOCAB, frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
+    return grammars_of(tokenizer)
+
+
+def grammars_of(tokenizer: Any, vocab: int = models.VOCAB) -> Grammars:
+    return Grammars(tokenizer, vocab, frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
 
 
 def spelled(made: Grammars, constraint: Constraint, text: str, tools: Any = TOOLS, prompt: str = "", thinks: bool = False) -> str:

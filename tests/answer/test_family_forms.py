@@ -20,8 +20,8 @@ from agentcache.answer.response_template import template_for
 from agentcache.errors import ToolSchemaError
 from agentcache.layout import Renderer
 from tests import models
-from tests.answer.deltas import message_of
-from tests.answer.grammars import drawn_blindly, spelled
+from tests.answer.deltas import message_of, parsed, spoken, taken
+from tests.answer.grammars import drawn_blindly, grammars_of, spelled
 
 pytest.importorskip("llguidance")
 
@@ -210,7 +210,7 @@ def grammars(name: str) -> Grammars:
         "<|im_end|>\n{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    return Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+    return grammars_of(made)
 
 
 def rendered(made: Grammars, message: Message) -> str:
@@ -219,10 +219,16 @@ def rendered(made: Grammars, message: Message) -> str:
     return str(shown.split("<|im_start|>assistant\n")[-1].split("<|im_end|>")[0])
 
 
+def drawn_call(made: Grammars, schema: Any, seed: int) -> ToolCall:
+    """A call of a tool with this schema, drawn blindly and read back."""
+    written = drawn_blindly(made, Constraint("look"), seed, [Tool("look", "", schema)])
+    (call,) = parsed(made.form, written, tools=[{"name": "look", "parameters": schema}]).message.tool_calls
+    return call
+
+
 def read(made: Grammars, text: str, cuts: list[int]) -> AnswerParser:
     parser = AnswerParser(template_for(made.form), tools=SHOWN, names=("look", "ping"))
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    deltas = [d for a, b in zip(places, places[1:]) for d in parser.push(text[a:b])] + parser.finish()
+    deltas = taken(parser, text, cuts)
     if not parser.invalid_calls:
         assert message_of(deltas) == parser.message
     return parser
@@ -267,9 +273,7 @@ def test_half_a_call_of_any_family_is_none(name: str) -> None:
     text = rendered(made, Message("assistant", "", (ToolCall("look", {"query": "tide", "n": 3}, "functions.look:0"),))).lstrip()
     whole = read(made, text, []).message
     for stop in range(len(text)):
-        parser = AnswerParser(template_for(made.form), tools=SHOWN, names=("look", "ping"))
-        parser.push(text[:stop])
-        parser.finish("at max_tokens=9: raise it")
+        parser = parsed(made.form, text[:stop], "at max_tokens=9: raise it", tools=SHOWN, names=("look", "ping"))
         calls, content = parser.message.tool_calls, parser.message.content
         assert calls == whole.tool_calls or (not calls and content == text[:stop].strip()), text[:stop]
 
@@ -298,10 +302,7 @@ def test_whatever_is_drawn_is_a_valid_call(name: str, seed: int) -> None:
     made = grammars(name)
     text = drawn_blindly(made, Constraint("look"), seed, TOOLS)
     if text:
-        parser = AnswerParser(template_for(made.form if made.form.known else None), tools=SHOWN)
-        parser.push(text)
-        parser.finish()
-        (call,) = parser.message.tool_calls
+        (call,) = parsed(made.form if made.form.known else None, text, tools=SHOWN).message.tool_calls
         assert call.name == "look"
         assert len(call.arguments["query"]) <= 6
         assert call.arguments.keys() <= LOOK["properties"].keys()
@@ -321,13 +322,7 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
         "n": {"type": ["integer", "null"], "minimum": -9, "maximum": 9},
     }
     schema = {"type": "object", "properties": properties, "required": list(required), "$defs": {"Place": place}}
-    made = grammars(name)
-    written = drawn_blindly(made, Constraint("look"), seed, [Tool("look", "", schema)])
-    assert written
-    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
-    parser.push(written)
-    parser.finish()
-    (call,) = parser.message.tool_calls
+    call = drawn_call(grammars(name), schema, seed)
     jsonschema.validate(call.arguments, {**schema, "additionalProperties": False})
 
 
@@ -335,11 +330,7 @@ def test_arguments_between_commas_fit_their_schemas(name: str, required: tuple[s
 def test_counts_written_as_floats_are_whole(name: str) -> None:
     properties = {"many": {"type": "array", "items": {"type": "string", "maxLength": 2.0}, "minItems": 2.0, "maxItems": 2.0}}
     schema = {"type": "object", "properties": properties, "required": ["many"]}
-    made = grammars(name)
-    parser = AnswerParser(template_for(made.form if made.form.known else None), tools=[{"name": "look", "parameters": schema}])
-    parser.push(drawn_blindly(made, Constraint("look"), 0, [Tool("look", "", schema)]) or "")
-    parser.finish()
-    many = parser.message.tool_calls[0].arguments["many"]
+    many = drawn_call(grammars(name), schema, 0).arguments["many"]
     assert (len(many), max(map(len, many)) <= 2) == (2, True)
 
 
@@ -348,13 +339,7 @@ def test_a_schema_that_holds_itself_is_written(seed: int) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     part = {"type": "object", "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/Part"}, "maxItems": 1}}, "required": ["of"]}
     schema = {"type": "object", "properties": {"part": {"$ref": "#/$defs/Part"}}, "required": ["part"], "$defs": {"Part": part}}
-    made = grammars("gemma")
-    written = drawn_blindly(made, Constraint("look"), seed, [Tool("look", "", schema)])
-    assert written
-    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
-    parser.push(written)
-    parser.finish()
-    jsonschema.validate(parser.message.tool_calls[0].arguments, schema)
+    jsonschema.validate(drawn_call(grammars("gemma"), schema, seed).arguments, schema)
 
 
 @cache
@@ -366,7 +351,7 @@ def python_without_marks() -> Grammars:
         "{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    return Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+    return grammars_of(made)
 
 
 def test_calls_in_python_without_marks_are_written() -> None:
@@ -388,9 +373,7 @@ def test_calls_in_python_without_marks_are_written() -> None:
     ],
 )
 def test_unmarked_lists_in_python_call_only_tools(text: str, calls: list[str], invalid: list[str]) -> None:
-    parser = AnswerParser(template_for(python_without_marks().form), names={"look"})
-    parser.push(text)
-    parser.finish()
+    parser = parsed(python_without_marks().form, text, names={"look"})
     assert [call.name for call in parser.message.tool_calls] == calls
     assert [call.name for call in parser.invalid_calls] == invalid
     assert parser.message.content == ("" if calls else text)
@@ -402,11 +385,7 @@ def test_arguments_with_names_of_any_kind_are_read_back(name: str) -> None:
     digit = {"type": "integer", "minimum": 1, "maximum": 9}
     inner = {"type": "object", "properties": dict.fromkeys(keys, digit), "required": list(keys)}
     schema = {"type": "object", "properties": {**inner["properties"], "inner": inner}, "required": [*keys, "inner"]}
-    text = drawn_blindly(made, Constraint("look"), 1, [Tool("look", "", schema)])
-    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
-    parser.push(text)
-    parser.finish()
-    (call,) = parser.message.tool_calls
+    call = drawn_call(made, schema, 1)
     assert (list(call.arguments), list(call.arguments["inner"])) == ([*keys, "inner"], list(keys))
     for odd in ("a<b", 'a"b', "a\nb", ""):
         odds = {"type": "object", "properties": {odd: digit}}
@@ -421,11 +400,7 @@ def test_arguments_that_are_a_reference_or_a_long_text(name: str) -> None:
     made.guide(Constraint("look"), [Tool("look", "", long)], "", max_tokens=90)
     whole = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}
     schema = {"$ref": "#/$defs/Whole", "$defs": {"Whole": whole}}
-    text = drawn_blindly(made, Constraint("look"), 1, [Tool("look", "", schema)])
-    parser = AnswerParser(template_for(made.form), tools=[{"name": "look", "parameters": schema}])
-    parser.push(text)
-    parser.finish()
-    assert parser.message.tool_calls[0].arguments["n"] in range(1, 10)
+    assert drawn_call(made, schema, 1).arguments["n"] in range(1, 10)
 
 
 @pytest.mark.parametrize("way", ["anyOf", "oneOf", "allOf"])
@@ -457,7 +432,7 @@ def test_templates_that_show_no_calls_have_their_family_s_form(shown: str, token
     made.chat_template = (
         "{% if tools %}" + shown + "{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    form = Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render).form
+    form = grammars_of(made).form
     assert (form.known, form.trigger) == (trigger is not None, trigger or "<tool_call>")
 
 
@@ -477,9 +452,7 @@ XLAM = '[{"name": "zprobe_fn", "arguments": {"zarg": "zval"}}]'
     ],
 )
 def test_calls_that_are_the_whole_turn_are_read(shown: str, text: str) -> None:
-    parser = AnswerParser(template_for(form_of(f"assistant\n{shown}", shown)), tools=SHOWN, names=("look", "ping"))
-    parser.push(text)
-    parser.finish()
+    parser = parsed(form_of(f"assistant\n{shown}", shown), text, tools=SHOWN, names=("look", "ping"))
     assert [call.name for call in parser.message.tool_calls] == ["ping"]
     assert not parser.message.content
 
@@ -515,12 +488,6 @@ def test_marks_that_are_special_tokens_are_written() -> None:
         assert masked[token] == 0
         assert masked[made.convert_tokens_to_ids("<|refusal|>")] == -torch.inf
         guide.accept(token)
-
-
-def spoken(text: str, tokenizer: Any) -> Sampling:
-    """What makes an engine say exactly this."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Sampling(forced=(*ids, tokenizer.eos_token_id), max_tokens=len(ids) + 1)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "glm", "gemma", "lfm2.5", "muse"])

@@ -17,7 +17,7 @@ from agentcache.errors import ConfigError, ToolSchemaError
 from agentcache.layout import Renderer
 from benchmarks.answers import parse
 from tests import models
-from tests.answer.grammars import FAMILIES, TOOLS, drawn_blindly, grammars, spelled
+from tests.answer.grammars import FAMILIES, TOOLS, drawn_blindly, grammars, grammars_of, spelled
 
 pytest.importorskip("llguidance")
 
@@ -226,7 +226,7 @@ def test_markers_that_are_tokens_of_their_own() -> None:
     tokenizer = models.toy_tokenizer()
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "[TOOL_CALLS]"]})
-    made = Grammars(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
+    made = grammars_of(tokenizer, len(tokenizer))
     guide = made.guide(Constraint(), TOOLS, "")
     for token in tokenizer("Yes: " + CALLS["hermes"], add_special_tokens=False)["input_ids"]:
         masked = guide.mask(torch.zeros(len(tokenizer)))

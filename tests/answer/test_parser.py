@@ -18,7 +18,7 @@ from agentcache.answer.tag_forms import TAGS
 from agentcache.answer.tag_values import value_of
 from agentcache.types import Message, ToolCall
 from benchmarks.answers import parse
-from tests.answer.deltas import message_of, partial_json
+from tests.answer.deltas import message_of, parsed, partial_json, taken
 
 TOOLS = ("search", "get_weather")
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "a </tool_call> \\" b", "n": [1, {"x": "]}"}]}}\n</tool_call>'
@@ -46,10 +46,8 @@ TEXTS = {
 }
 
 
-def taken_apart(text: str, cuts: list[int], parser: AnswerParser | None = None) -> list[Delta]:
-    reader = parser or AnswerParser(template_for(), names=TOOLS)
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [d for a, b in zip(places, places[1:]) for d in reader.push(text[a:b])] + reader.finish()
+def taken_apart(text: str, cuts: list[int]) -> list[Delta]:
+    return taken(AnswerParser(template_for(), names=TOOLS), text, cuts)
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
@@ -125,7 +123,7 @@ def test_malformed_calls_are_text(text: str) -> None:
 
 def test_without_calls_everything_is_text() -> None:
     reader = AnswerParser(template_for().without_calls())
-    told = [*reader.push(f"<think>x</think>{HERMES}"), *reader.finish()]
+    told = taken(reader, f"<think>x</think>{HERMES}")
     assert [d.kind for d in told] == ["reasoning", "text"]
     assert told[1].text == HERMES
 
@@ -144,7 +142,7 @@ def test_any_pieces_of_any_text_say_what_the_whole_says(form: Any, pieces: list[
     text, read = "".join(pieces), []
     for places in ([], cuts, list(range(len(text)))):
         parser = AnswerParser(template_for(form), "<think>" if opened else "", names=TOOLS)
-        deltas = taken_apart(text, places, parser)
+        deltas = taken(parser, text, places)
         read.append((parser.message, parser.invalid_calls))
         told = [d for d in deltas if d.kind == "call"]
         assert len(told) == len(parser.message.tool_calls) + sum(d.kind == "cut" for d in deltas)
@@ -153,16 +151,9 @@ def test_any_pieces_of_any_text_say_what_the_whole_says(form: Any, pieces: list[
     assert read[0] == read[1] == read[2]
 
 
-def read_whole(text: str) -> AnswerParser:
-    parser = AnswerParser(template_for(), names=TOOLS)
-    parser.push(text)
-    parser.finish()
-    return parser
-
-
 def test_a_call_with_more_than_its_json_is_none() -> None:
     for text in (HERMES.replace("\n</tool_call>", " or so</tool_call>"), f"{LLAMA} or so"):
-        parser = read_whole(text)
+        parser = parsed(None, text, names=TOOLS)
         assert parser.message == Message("assistant", text)
         assert [call.name for call in parser.invalid_calls] == ["search"]
 
@@ -171,7 +162,7 @@ def test_text_after_a_malformed_call_is_read_on() -> None:
     broken = '<tool_call>{"name": "search", "arguments": {"query": tide}}</tool_call>'
     deltas = taken_apart(f"{broken} Again: {OTHER_ORDER}", list(range(200)))
     assert [(d.kind, d.index) for d in deltas if d.kind in ("call", "cut")] == [("call", 0), ("cut", 0), ("call", 1)]
-    parser = read_whole(f"{broken} Again: {OTHER_ORDER}")
+    parser = parsed(None, f"{broken} Again: {OTHER_ORDER}", names=TOOLS)
     assert parser.message == Message("assistant", f"{broken} Again:", (ToolCall("get_weather", {"city": "Averil"}),))
 
 
@@ -188,7 +179,7 @@ def test_objects_and_lists_after_either_mark() -> None:
 
 
 def test_a_list_that_was_cut_keeps_its_whole_calls() -> None:
-    parser = read_whole('[TOOL_CALLS][{"name": "search", "arguments": {}}, {"name": "get_wea')
+    parser = parsed(None, '[TOOL_CALLS][{"name": "search", "arguments": {}}, {"name": "get_wea', names=TOOLS)
     assert parser.message == Message("assistant", '{"name": "get_wea', (ToolCall("search", {}),))
     assert len(parser.invalid_calls) == 1
 
@@ -221,6 +212,6 @@ def test_calls_in_python_are_read_and_never_run() -> None:
     assert message_of(taken_apart(PYTHON, list(range(len(PYTHON))))).tool_calls == calls
     for odd in ("search(1)", "search(**x)", "search(query=open('x'))", "search(query={1})", "search(query=1j)", "search(", "1", "[" * 999):
         text = f"<|tool_call_start|>{odd}<|tool_call_end|>"
-        parser = read_whole(text)
+        parser = parsed(None, text, names=TOOLS)
         assert parser.message == Message("assistant", text), odd
         assert len(parser.invalid_calls) == 1

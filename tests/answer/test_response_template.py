@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache import Engine, Sampling
-from agentcache.answer.parser import AnswerParser, Delta
+from agentcache import Engine
+from agentcache.answer.parser import AnswerParser
 from agentcache.answer.response_template import template_of
 from agentcache.types import Message, ToolCall
-from tests.answer.deltas import message_of, partial_json
+from tests.answer.deltas import message_of, partial_json, spoken, taken
 from tests.answer.response_templates import ANCHOR, CHANNEL, CHANNELS, OBJECT, TAGGED, TAGS, tokenizer
 
 LIST: dict[str, Any] = {
@@ -59,11 +58,6 @@ def stream(template: dict[str, Any], begun: str = "") -> AnswerParser:
     start = read.begun(f"system{ANCHOR}earlier{ANCHOR}{begun}")
     assert start == begun
     return AnswerParser(read, start, tools=[NUMBERED], names=("tide", "wind"))
-
-
-def taken(reader: AnswerParser, text: str, cuts: Sequence[int] = (), **options: Any) -> list[Delta]:
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [d for a, b in zip(places, places[1:]) for d in reader.push(text[a:b])] + reader.finish(**options)
 
 
 def theirs(template: dict[str, Any], text: str) -> Message:
@@ -180,11 +174,6 @@ def test_half_a_call_is_none(template: dict[str, Any], text: str) -> None:
             assert not said.tool_calls
         if any(d.kind == "call" for d in deltas) and not said.tool_calls:
             assert partial_json("".join(d.text for d in deltas if d.kind in ("arguments", "cut"))) is None
-
-
-def spoken(text: str, tokenizer: Any) -> Sampling:
-    """What makes an engine say exactly this."""
-    return Sampling(forced=(*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id), max_tokens=400)
 
 
 def test_the_engine_reads_by_the_template_and_names_broken_ones(tiny: Any) -> None:

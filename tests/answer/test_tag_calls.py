@@ -18,11 +18,10 @@ from agentcache.answer.response_template import template_for, template_of
 from agentcache.answer.tag_forms import TAGS
 from agentcache.answer.tag_values import is_text, value_of
 from agentcache.errors import ToolSchemaError
-from agentcache.layout import Renderer
 from agentcache.types import ToolCall
 from tests import models
-from tests.answer.deltas import message_of
-from tests.answer.grammars import drawn_blindly, spelled
+from tests.answer.deltas import message_of, spoken, taken
+from tests.answer.grammars import drawn_blindly, grammars_of, spelled
 from tests.answer.response_templates import OBJECT
 from tests.answer.response_templates import TAGS as OWN
 from tests.engines import chat
@@ -68,14 +67,12 @@ def tokenizer(response: dict[str, Any] | None = None, template: str = TEMPLATE) 
 
 
 def grammars() -> Grammars:
-    made = tokenizer()
-    return Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+    return grammars_of(tokenizer())
 
 
 def read(text: str) -> Message:
     reader = AnswerParser(template_for(TAGS), tools=TOOLS_SHOWN, names=("look", "ping"))
-    deltas = reader.push(text) + reader.finish()
-    assert message_of(deltas) == reader.message
+    assert message_of(taken(reader, text)) == reader.message
     return reader.message
 
 
@@ -192,14 +189,10 @@ def test_which_template_reads_what_a_constraint_wrote() -> None:
         assert reads(ours, begun, TAGS)
 
 
-def said(text: str, made: Any) -> Sampling:
-    return Sampling(forced=(*made(text, add_special_tokens=False)["input_ids"], made.eos_token_id), max_tokens=500)
-
-
 def test_free_calls_are_read_though_the_tokenizer_brings_no_template(tiny: Any) -> None:
     with Engine(tiny("qwen3"), tokenizer(), store=None) as running:
         text = "I look.\n" + call(harbour="Averil", days="3", unit="C") + "\n" + PING
-        done = running.generate(chat("Tide?"), TOOLS, sampling=said(text, running.tokenizer))
+        done = running.generate(chat("Tide?"), TOOLS, sampling=spoken(text, running.tokenizer))
     assert done.message.content == "I look."
     assert [(each.name, dict(each.arguments)) for each in done.message.tool_calls] == [
         ("look", {"harbour": "Averil", "days": 3, "unit": "C"}),

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from agentcache.layout import Renderer
 from agentcache.types import Layout
@@ -22,6 +29,21 @@ def stock_ids(renderer_tokenizer: Any, template: str, messages: list[Any], tools
         messages, tools=tools or None, chat_template=template, add_generation_prompt=True, tokenize=True
     )
     return list(out["input_ids"])
+
+
+def templates_at_hand() -> Iterator[tuple[str, str, Any]]:
+    """(name, template, a tokenizer with its special tokens) of a folder of third-party *.jinja files, which AGENTCACHE_TEMPLATES names.
+
+    llama-cpp-python's sdist vendors some.
+    """
+    folder = os.environ.get("AGENTCACHE_TEMPLATES")
+    if not folder:
+        pytest.skip("AGENTCACHE_TEMPLATES is not set")
+    for path in sorted(Path(folder).glob("*.jinja")):
+        template, made = path.read_text(), copy.deepcopy(tokenizer())
+        special = re.findall(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?[A-Z_]{3,30}\]|<(?:start|end)_of_turn>", template)
+        made.add_special_tokens({"extra_special_tokens": sorted(set(special))})
+        yield path.name, template, made
 
 
 def check_cover(layout: Layout) -> None:

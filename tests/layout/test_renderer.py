@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from agentcache.layout import Renderer
 from agentcache.layout.tokenise import Encoder
 from agentcache.types import Layout, Message, ToolCall
 from tests.chat_templates import CHATML, KINDS, NO_TOOLS, PARTS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
-from tests.layout.renderers import CONVERSATIONS, TOOLS, check_cover, renderer_of, stock_ids
+from tests.layout.renderers import CONVERSATIONS, TOOLS, check_cover, renderer_of, stock_ids, templates_at_hand
 
 
 def shown(layout: Layout, kind: str, message: int | None = None) -> str:
@@ -51,25 +48,15 @@ def test_canonical_without_differences_is_stock(name: str) -> None:
 
 
 def test_every_template_at_hand() -> None:
-    """AGENTCACHE_TEMPLATES names a folder of third-party *.jinja files (llama-cpp-python's sdist vendors some)."""
-    folder = os.environ.get("AGENTCACHE_TEMPLATES")
-    if not folder:
-        pytest.skip("AGENTCACHE_TEMPLATES is not set")
     equal = 0
-    for path in sorted(Path(folder).glob("*.jinja")):
-        template = path.read_text()
-        special = sorted(
-            set(re.findall(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?[A-Z_]{3,30}\]|<(?:start|end)_of_turn>", template))
-        )
-        tok = copy.deepcopy(tokenizer())
-        tok.add_special_tokens({"extra_special_tokens": special})
+    for name, template, tok in templates_at_hand():
         renderer = Renderer(tok, chat_template=template)
         for messages in CONVERSATIONS:
             try:
                 layout = renderer.render(messages, TOOLS, rendering="stock")
             except TemplateError:
                 continue
-            assert layout.ids == stock_ids(tok, template, messages, TOOLS), path.name
+            assert layout.ids == stock_ids(tok, template, messages, TOOLS), name
             check_cover(layout)
             equal += 1
     assert equal > 0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import re
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ from agentcache.layout import Renderer
 from agentcache.layout.repairs import REPAIRS, applicable
 from agentcache.lint.templates import probe, wordless
 from tests.chat_templates import CHATML, DATED, FIRST_USER, LAST_USER, REASONING, episode, tokenizer, tool
+from tests.layout.renderers import templates_at_hand
 
 TOOLS = [tool("search", "Finds flights."), tool("book", "Books one.")]
 THINKS = REASONING.replace("ns.last", "ns.last_query_index").replace("namespace(last=-1)", "namespace(last_query_index=-1)")
@@ -73,16 +70,9 @@ def test_a_pinned_date_is_what_templates_print() -> None:
 
 
 def test_every_template_at_hand() -> None:
-    """AGENTCACHE_TEMPLATES names a folder of third-party *.jinja files (llama-cpp-python's sdist vendors some)."""
-    folder = os.environ.get("AGENTCACHE_TEMPLATES")
-    if not folder:
-        pytest.skip("AGENTCACHE_TEMPLATES is not set")
     applied: dict[str, list[str]] = {name: [] for name in (*REPAIRS, "date")}
     today = date.today().isoformat()
-    for path in sorted(Path(folder).glob("*.jinja")):
-        template = path.read_text()
-        tok = copy.deepcopy(tokenizer())
-        tok.add_special_tokens({"extra_special_tokens": sorted(set(re.findall(r"<\|[^|<>\s]{1,40}\|>|\[/?[A-Z_]{3,30}\]", template)))})
+    for file, template, tok in templates_at_hand():
         for name in applied:
             if name == "date" and ("strftime_now" not in template or "%H" in template):
                 continue
@@ -93,8 +83,8 @@ def test_every_template_at_hand() -> None:
                 continue
             for messages in ONE_TURN:
                 for tools in (TOOLS, []):
-                    assert repaired.render(messages, tools).text == fresh(template, tok).render(messages, tools).text, (path.name, name)
-            applied[name].append(path.name)
+                    assert repaired.render(messages, tools).text == fresh(template, tok).render(messages, tools).text, (file, name)
+            applied[name].append(file)
     assert all(applied.values()), applied
 
 

@@ -117,16 +117,10 @@ def test_remembered_answers_are_bounded_with_their_prompts(monkeypatch: pytest.M
 
 
 def test_the_terminator_is_added_when_generation_lacked_it() -> None:
-    renderer = renderer_of()
-    done = steps(renderer, 2, "")
-    old, generated = done[0]
-    tail = tokenizer().decode(done[1][0].ids[len(old.ids) + len(generated) :])
-    assert tail.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
-    with_end = renderer_of()
-    done = steps(with_end, 2)
-    old, generated = done[0]
-    tail = tokenizer().decode(done[1][0].ids[len(old.ids) + len(generated) :])
-    assert tail.startswith("\n<|im_start|>user\n<tool_response>")
+    for end, added in (("", "<|im_end|>"), ("<|im_end|>", "")):
+        (old, generated), (new, _) = steps(renderer_of(), 2, end)
+        tail = tokenizer().decode(new.ids[len(old.ids) + len(generated) :])
+        assert tail.startswith(f"{added}\n<|im_start|>user\n<tool_response>")
 
 
 PLAIN_TEXT = """{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '\n###\n' }}{% endfor %}

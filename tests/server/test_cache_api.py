@@ -24,19 +24,11 @@ GROUP = {"name": "desk", "system": SYSTEM, "tools": [TIDE]}
 QUESTION = {"group": "desk", "question": "When is high water in Port Averil?", "max_tokens": 2}
 
 
-def post(served: Served, path: str, body: Any, status: int = 200) -> dict[str, Any]:
-    with served.client() as http:
-        answer = http.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def test_a_group_is_registered_asked_and_deleted(served: Served) -> None:
-    made = post(served, "/tools", GROUP)
+    made = served.post("/tools", GROUP)
     assert (made["status"], made["pinned"], made["tools"]) == ("warm", True, ["tide"])
     assert made["computed_tokens"] == made["prefix_tokens"] > 300
-    assert post(served, "/tools", GROUP)["computed_tokens"] <= 1, "known already"
+    assert served.post("/tools", GROUP)["computed_tokens"] <= 1, "known already"
     with served.client() as http:
         assert [group["name"] for group in http.get("/tools").json()["groups"]] == ["desk"]
         answer = http.post("/query", json=QUESTION).json()
@@ -44,17 +36,17 @@ def test_a_group_is_registered_asked_and_deleted(served: Served) -> None:
         assert http.delete("/tools/desk").json()["groups"] == ["desk"]
         assert http.delete("/tools/desk").status_code == 404
         assert http.get("/tools").json()["groups"] == []
-    assert post(served, "/query", QUESTION, 404)["error"]["code"] == "group_not_found"
+    assert served.post("/query", QUESTION, 404)["error"]["code"] == "group_not_found"
     assert served.state.models.first.engine.store.audit()["pins"] == 0  # type: ignore[union-attr]
 
 
 def test_a_probe_says_what_the_next_request_finds(served: Served) -> None:
     messages = [{"role": "system", "content": f"Of probes. {SYSTEM}"}, ASKED[1]]
     body = {"messages": messages, "tools": [TIDE]}
-    cold = post(served, "/v1/cache/probe", body)
+    cold = served.post("/v1/cache/probe", body)
     assert (cold["memory_tokens"], cold["disk_tokens"]) < (32, 1)
-    asked = post(served, "/v1/chat/completions", {**body, "max_tokens": 1})
-    warm = post(served, "/v1/cache/probe", body)
+    asked = served.post("/v1/chat/completions", {**body, "max_tokens": 1})
+    warm = served.post("/v1/cache/probe", body)
     assert cold["prompt_tokens"] == warm["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     assert cold["computed_tokens"] == asked["x_agentcache"]["receipt"]["computed_tokens"]
     assert (warm["computed_tokens"], warm["reason"]) == (1, "LAST_TOKEN")
@@ -62,13 +54,13 @@ def test_a_probe_says_what_the_next_request_finds(served: Served) -> None:
 
 def test_a_restarted_server_computes_the_tail_only(tmp_path: Path) -> None:
     with serving(store=tmp_path) as first:
-        made = post(ready(first), "/tools", GROUP)
-        cold = post(first, "/query", QUESTION)
+        made = ready(first).post("/tools", GROUP)
+        cold = first.post("/query", QUESTION)
     with serving(store=tmp_path) as second:
         with ready(second).client() as http:
             (group,) = http.get("/tools").json()["groups"]
         assert (group["name"], group["status"], group["digest"]) == ("desk", "warm", made["digest"])
-        warm = post(second, "/query", {**QUESTION, "question": "When is high water in Tarn Haven?"})
+        warm = second.post("/query", {**QUESTION, "question": "When is high water in Tarn Haven?"})
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["prefix_tokens"]
     assert cold["usage"]["prompt_tokens"] < made["prefix_tokens"] + 60
 
@@ -87,12 +79,12 @@ def test_loading_names_no_tool_group(tmp_path: Path) -> None:
 
 def test_groups_beyond_the_bound_are_not_computed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentcache.server.registered_tools.MOST", 0)
-    assert post(served, "/tools", {**GROUP, "name": "beyond"}, 429)["error"]["code"] == "too_many_groups"
+    assert served.post("/tools", {**GROUP, "name": "beyond"}, 429)["error"]["code"] == "too_many_groups"
     assert all(group.name != "beyond" for group in served.state.models.engines["embedded"].groups)
 
 
 def test_listing_groups_looks_at_no_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = post(served, "/tools", {**GROUP, "pinned": False})
+    made = served.post("/tools", {**GROUP, "pinned": False})
     served.state.models.engines["embedded"].flush()
     looks: list[Fingerprint] = []  # of each group, while all answers wait
     monkeypatch.setattr(Fingerprint, "whole", property(looks.append))
@@ -120,23 +112,23 @@ def test_a_group_forgotten_while_computed_may_be_sent_again(served: Served, monk
 
 
 def test_forgetting_takes_the_stored_responses(served: Served) -> None:
-    asked = post(served, "/v1/responses", {"input": "hi", "max_output_tokens": 1})
+    asked = served.post("/v1/responses", {"input": "hi", "max_output_tokens": 1})
     with served.client() as http:
         for body, status in (({"older_than": 1000}, 200), ({"older_than": 0}, 404)):
-            assert post(served, "/v1/cache/forget", body)
+            assert served.post("/v1/cache/forget", body)
             assert http.get(f"/v1/responses/{asked['id']}").status_code == status
 
 
 def test_forgetting_leaves_nothing(served: Served) -> None:
-    post(served, "/v1/chat/completions", {"messages": ASKED, "max_tokens": 1})
-    assert post(served, "/v1/cache/forget", {"older_than": 0})["memory_pages"] > 0
-    assert post(served, "/v1/cache/probe", {"messages": ASKED})["memory_tokens"] == 0
-    assert post(served, "/v1/cache/forget", {"group": "none"}, 404)["error"]["code"] == "group_not_found"
+    served.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1})
+    assert served.post("/v1/cache/forget", {"older_than": 0})["memory_pages"] > 0
+    assert served.post("/v1/cache/probe", {"messages": ASKED})["memory_tokens"] == 0
+    assert served.post("/v1/cache/forget", {"group": "none"}, 404)["error"]["code"] == "group_not_found"
 
 
 def test_status_tells_of_groups_tiers_and_requests(served: Served) -> None:
-    post(served, "/tools", GROUP)
-    asked = post(served, "/query", QUESTION)
+    served.post("/tools", GROUP)
+    asked = served.post("/query", QUESTION)
     with served.client() as http:
         status = http.get("/status?last=1").json()
         assert http.get(f"/v1/receipts/{asked['id']}").json() == status["last"][0] == asked["x_agentcache"]
@@ -175,7 +167,7 @@ def test_who_follows_the_status_sees_requests_end(served: Served, monkeypatch: p
 
 
 def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    post(served, "/tools", {**GROUP, "name": "brief", "ttl_s": 3600})
+    served.post("/tools", {**GROUP, "name": "brief", "ttl_s": 3600})
     (group,) = [one for one in served.state.tools.of(None) if one.name == "brief"]
     assert served.state.tools.lapsed() == []
     served.state.tools._used[group.namespace, "brief"] -= 3601
@@ -183,18 +175,18 @@ def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch:
     engine = served.state.models.first.engine
     assert engine is not None
     assert "brief" not in {one.name for one in engine.groups}
-    post(served, "/query", {**QUESTION, "group": "brief"})
+    served.post("/query", {**QUESTION, "group": "brief"})
     assert "brief" in {one.name for one in engine.groups}
 
 
 def test_a_timed_group_lapses_after_a_restart(tmp_path: Path) -> None:
     with serving(store=tmp_path) as first:
-        post(ready(first), "/tools", {**GROUP, "ttl_s": 3600})
+        ready(first).post("/tools", {**GROUP, "ttl_s": 3600})
     with serving(store=tmp_path) as second:
         used = ready(second).state.tools._used
         assert set(used) == {("default", "desk")}
         used["default", "desk"] -= 3600
-        post(second, "/v1/chat/completions", {"messages": ASKED, "tools": [TIDE], "max_tokens": 1})
+        second.post("/v1/chat/completions", {"messages": ASKED, "tools": [TIDE], "max_tokens": 1})
         assert second.state.tools.lapsed() == [], "a question with these tools is a use"
         used["default", "desk"] -= 3600
         assert [group.name for group in second.state.tools.lapsed()] == ["desk"]
@@ -222,11 +214,11 @@ def test_servers_on_one_store_remember_all_groups(tmp_path: Path) -> None:
 
 def test_a_group_of_another_model_is_deleted(tmp_path: Path) -> None:
     with serving(replace(embedded(None), name="small"), replace(embedded(tmp_path), name="large"), store=tmp_path) as served:
-        post(ready(served), "/tools", {**GROUP, "model": "large"})
+        ready(served).post("/tools", {**GROUP, "model": "large"})
         for name in ("gone", "old"):
             served.state.tools.add(Registered(name, "default", "removed", SYSTEM, ttl_s=1.0))
-        assert post(served, "/v1/cache/forget", {"group": "desk"})["memory_pages"] > 0
-        assert post(served, "/v1/cache/forget", {"group": "gone"})["groups"] == []
+        assert served.post("/v1/cache/forget", {"group": "desk"})["memory_pages"] > 0
+        assert served.post("/v1/cache/forget", {"group": "gone"})["groups"] == []
         served.state.tools.use("default", "old")
         served.state.tools._used["default", "old"] -= 1
         served.state.models.keep()
@@ -237,7 +229,7 @@ def test_a_group_of_another_model_is_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": "x", "ttl_s": 0}, {"name": "x", "more": 1}, {"name": "x", "tools": [5]}])
 def test_a_group_that_cannot_be_is_refused(served: Served, body: dict[str, Any]) -> None:
-    assert post(served, "/tools", body, 400)["error"]["message"]
+    assert served.post("/tools", body, 400)["error"]["message"]
 
 
 def test_released_pin_leaves_its_group_on_disk(served: Served) -> None:
@@ -267,10 +259,10 @@ def test_reuse_off_computes_all_and_is_no_miss(served: Served) -> None:
 
 @pytest.mark.parametrize("most", [0, -1])
 def test_a_question_of_no_tokens_is_refused(served: Served, most: int) -> None:
-    post(served, "/tools", GROUP)
-    assert post(served, "/query", {**QUESTION, "max_tokens": most}, 400)["error"]["param"] == "max_tokens"
+    served.post("/tools", GROUP)
+    assert served.post("/query", {**QUESTION, "max_tokens": most}, 400)["error"]["param"] == "max_tokens"
 
 
 def test_a_probe_of_many_contexts_is_refused_at_once(served: Served) -> None:
-    told = post(served, "/v1/cache/probe", {"messages": [{"role": "user", "content": "water " * 200_000}]}, 400)["error"]
+    told = served.post("/v1/cache/probe", {"messages": [{"role": "user", "content": "water " * 200_000}]}, 400)["error"]
     assert told["code"] == "context_length_exceeded"

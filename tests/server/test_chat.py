@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +14,7 @@ from agentcache import Sampling
 from agentcache.errors import ContextOverflowError
 from agentcache.server.chat import with_role
 from agentcache.server.schemas import MOST_IDS, ChatBody
+from tests.engines import wait_until
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 
 openai = pytest.importorskip("openai")
@@ -34,8 +34,7 @@ def events(text: str) -> list[tuple[str, Any]]:
 
 def test_an_answer_that_names_no_bound_has_all_the_room(served: Served) -> None:
     assert ChatBody(messages=ASKED).sampling(None, None, None).max_tokens > 1 << 30
-    with served.client() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": [*ASKED[:1], {"role": "user", "content": "Hi"}]}).json()
+    answer = served.post("/v1/chat/completions", {"messages": [*ASKED[:1], {"role": "user", "content": "Hi"}]})
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
@@ -51,8 +50,7 @@ def test_an_answer_that_names_no_bound_has_all_the_room(served: Served) -> None:
 )
 def test_thinking_is_asked_for_in_two_forms(served: Served, asked: dict[str, Any], effort: str | None) -> None:
     assert ChatBody(messages=ASKED, **asked).effort == effort
-    with served.client() as http:
-        assert http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1, **asked}).status_code == 200
+    assert served.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1, **asked})
 
 
 @pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "tide"}}])
@@ -188,8 +186,7 @@ def test_a_scored_prompt_may_fill_the_context(served: Served) -> None:
     assert engine is not None
     size = engine.model.context_tokens
     ids = (list(engine.renderer.render("The keeper of the light").ids) * size)[:size]
-    with served.client() as http:
-        answer = http.post("/v1/completions", json={"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}).json()
+    answer = served.post("/v1/completions", {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0})
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"] == size
     assert answer["usage"]["completion_tokens"] == 0
 
@@ -210,9 +207,7 @@ def test_a_scored_echo_ends_where_a_plain_one_does(served: Served, prompt: str, 
 
 @pytest.mark.parametrize("more", [{"stream": True, "echo": True}, {"stop": "a", "echo": True, "logprobs": 1}, {"max_tokens": 0}])
 def test_what_cannot_be_echoed_is_refused(served: Served, more: dict[str, Any]) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/completions", json={"prompt": "The keeper", **more})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
+    assert served.post("/v1/completions", {"prompt": "The keeper", **more}, 400)["error"]["param"] == next(iter(more))
 
 
 def test_more_ids_than_any_context_are_refused_unread(served: Served) -> None:
@@ -228,9 +223,8 @@ def test_more_ids_than_any_context_are_refused_unread(served: Served) -> None:
 
 
 def test_ids_that_the_model_has_not_are_refused(served: Served) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/completions", json={"prompt": [1 << 20], "max_tokens": 1})
-    assert "the prompt has id 1048576, the model has 4096 ids" in answer.json()["error"]["message"]
+    error = served.post("/v1/completions", {"prompt": [1 << 20], "max_tokens": 1}, 400)["error"]
+    assert "the prompt has id 1048576, the model has 4096 ids" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -243,10 +237,9 @@ def test_ids_that_the_model_has_not_are_refused(served: Served) -> None:
     ids=["none", "mixed", "many"],
 )
 def test_prompts_that_are_none_are_refused(served: Served, prompt: list[Any], said: str) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/completions", json={"prompt": prompt})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-    assert said in answer.json()["error"]["message"]
+    error = served.post("/v1/completions", {"prompt": prompt}, 400)["error"]
+    assert error["param"] == "prompt"
+    assert said in error["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -255,11 +248,7 @@ def test_a_client_that_leaves_frees_all_texts(served: Served, stream: bool) -> N
     assert engine is not None
     with served.client() as http, suppress(httpx.ReadTimeout), http.stream("POST", "/v1/completions", json=body, timeout=0.3) as answer:
         next(answer.iter_lines())
-    for _ in range(2000):
-        if not engine.scheduler.live and not served.state.tenants.running:
-            break
-        time.sleep(0.01)
-    assert (engine.scheduler.live, served.state.tenants.running) == ([], 0)
+    assert wait_until(lambda: not (engine.scheduler.live or served.state.tenants.running))
     assert [record.state for record in served.state.records.last(None, 2)] == ["cancelled", "cancelled"]
 
 
@@ -291,10 +280,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
 @pytest.mark.parametrize(("change", "param", "status"), REFUSED, ids=[str(change)[:40] for change, *_ in REFUSED])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_honoured_is_refused(served: Served, change: dict[str, Any], param: str | None, status: int, stream: bool) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": ASKED, "stream": stream, **change})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, param), error
+    error = served.post("/v1/chat/completions", {"messages": ASKED, "stream": stream, **change}, status)["error"]
+    assert error["param"] == param, error
     assert error["message"]
 
 
@@ -314,10 +301,7 @@ def test_what_load_tools_ask_is_honoured(served: Served, body: dict[str, Any]) -
 
 def test_labels_change_nothing(served: Served) -> None:
     labels = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "store": True, "n": 1, "service_tier": "auto", "stop": None}
-    with served.client() as http:
-        plain, labelled = (
-            http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 8, **more}).json() for more in ({}, labels)
-        )
+    plain, labelled = (served.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 8, **more}) for more in ({}, labels))
     assert plain["choices"] == labelled["choices"]
 
 
@@ -331,25 +315,17 @@ def test_a_seed_draws_the_same_answer(served: Served) -> None:
 
 
 def test_a_client_that_leaves_frees_the_device(served: Served) -> None:
-    with (
-        served.client() as http,
-        http.stream("POST", "/v1/completions", json=ENDLESS) as answer,
-    ):
+    with served.client() as http, http.stream("POST", "/v1/completions", json=ENDLESS) as answer:
         next(answer.iter_lines())
     engine = served.state.models.first.engine
     assert engine is not None
-    for _ in range(1000):
-        if not engine.scheduler.live and not served.state.tenants.running:
-            break
-        time.sleep(0.01)
-    assert (engine.scheduler.live, served.state.tenants.running) == ([], 0)
+    assert wait_until(lambda: not (engine.scheduler.live or served.state.tenants.running))
     assert served.state.records.last(None, 1)[0].state == "cancelled"
 
 
 def test_developer_messages_are_system_messages(served: Served) -> None:
     said = [{"role": "developer", "content": SYSTEM}, ASKED[1]]
-    with served.client() as http:
-        plain, developer = (http.post("/v1/chat/completions", json={"messages": one, "max_tokens": 4}).json() for one in (ASKED, said))
+    plain, developer = (served.post("/v1/chat/completions", {"messages": one, "max_tokens": 4}) for one in (ASKED, said))
     assert plain["choices"] == developer["choices"]
     assert plain["usage"]["prompt_tokens"] == developer["usage"]["prompt_tokens"]
 
@@ -370,8 +346,7 @@ def test_what_an_assistant_said_in_older_fields_is_shown(served: Served, older: 
     called = "tool_calls" in newer
     results = [{"role": role, "name": "tide", "content": "At 11."} for role in (("function", "tool") if called else ("user", "user"))]
     said = [[*ASKED, {"role": "assistant", **one}, result] for one, result in zip((older, newer), results)]
-    with served.client() as http:
-        shown = [http.post("/v1/chat/completions", json={"messages": one, "tools": [TIDE], "max_tokens": 4}).json() for one in said]
+    shown = [served.post("/v1/chat/completions", {"messages": one, "tools": [TIDE], "max_tokens": 4}) for one in said]
     assert shown[0]["choices"] == shown[1]["choices"]
     assert shown[0]["usage"]["prompt_tokens"] == shown[1]["usage"]["prompt_tokens"]
 
@@ -381,38 +356,33 @@ def test_a_call_with_wrong_arguments_is_shown(served: Served, arguments: str) ->
     function = {"name": "tide", "arguments": arguments}
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
     said = [*ASKED, call, {"role": "tool", "tool_call_id": "a", "content": "The arguments are no JSON object: call again."}]
-    with served.client() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": said, "tools": [TIDE], "max_tokens": 64})
-    assert answer.status_code == 200, "agents ask on so, and each later request has that call, too"
+    # agents ask on so, and each later request has that call, too
+    assert served.post("/v1/chat/completions", {"messages": said, "tools": [TIDE], "max_tokens": 64})
     assert with_role(call)["tool_calls"][0]["function"]["arguments"] == {"invalid_arguments": arguments}
 
 
 def test_an_earlier_answer_in_sound_is_refused(served: Served) -> None:
     said = [*ASKED, {"role": "assistant", "audio": {"id": "audio_1"}}, ASKED[1]]
-    with served.client() as http:
-        refused = http.post("/v1/chat/completions", json={"messages": said})
-    assert refused.status_code == 400
-    assert "this server reads no sound" in refused.json()["error"]["message"]
+    assert "this server reads no sound" in served.post("/v1/chat/completions", {"messages": said}, 400)["error"]["message"]
 
 
 def test_a_client_that_leaves_a_whole_answer_frees_the_device(served: Served) -> None:
     before = served.state.records.last(None, 1)
+
+    def left() -> bool:  # a server that is slow begins after its client has left
+        record = served.state.records.last(None, 1)
+        return record != before and record[0].state != "running" and not served.state.tenants.running
+
     with served.client() as http, pytest.raises(httpx.ReadTimeout):
         http.post("/v1/completions", json={**ENDLESS, "stream": False}, timeout=0.3)
-    for _ in range(2000):
-        record = served.state.records.last(None, 1)  # a server that is slow begins after its client has left
-        if record != before and record[0].state != "running" and not served.state.tenants.running:
-            break
-        time.sleep(0.01)
-    assert record != before
-    assert (record[0].state, served.state.tenants.running) == ("cancelled", 0)
+    assert wait_until(left)
+    assert served.state.records.last(None, 1)[0].state == "cancelled"
 
 
 def test_a_prompt_too_long_is_told_in_openais_words(served: Served) -> None:
-    with served.client() as http:
-        refused = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "water " * 9000}]})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert refused.json()["error"]["message"].startswith("This model's maximum context length is 8192 tokens: "), "litellm reads it"
+    error = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "water " * 9000}]}, 400)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 8192 tokens: "), "litellm reads it"
 
 
 @pytest.mark.parametrize(

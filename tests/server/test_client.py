@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from agentcache.errors import (
     PolicyError,
     ToolSchemaError,
 )
+from tests.engines import wait_until
 from tests.serving import ADMIN, ALICE, ASKED, BOB, SYSTEM, TIDE, Served, keyed, ready, serving
 
 SHORT = Sampling(max_tokens=24, logprobs=1)
@@ -200,10 +200,7 @@ def test_leaving_early_frees_the_device(served: Served, remote: RemoteEngine) ->
 
 
 def _idle(served: Served) -> None:
-    until = time.monotonic() + 20
-    while served.state.tenants.running and time.monotonic() < until:
-        time.sleep(0.01)
-    assert served.state.tenants.running == 0
+    assert wait_until(lambda: not served.state.tenants.running)
 
 
 def test_closing_ends_its_requests(served: Served) -> None:

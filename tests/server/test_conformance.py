@@ -56,26 +56,20 @@ def test_open_responses_cases_are_answered(served: Served, asked: dict[str, Any]
     ids=repr,
 )
 def test_messages_that_are_none_are_refused(served: Served, messages: Any) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": messages})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+    assert served.post("/v1/chat/completions", {"messages": messages}, 400)["error"]["message"]
 
 
 def test_text_in_parts_is_one_text(served: Served) -> None:
     words = ASKED[1]["content"].split(" ", 1)
     parts = [{"type": "text", "text": f"{words[0]} "}, {"type": "text", "text": words[1]}]
-    with served.client() as http:
-        whole, parted = (
-            http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], "max_tokens": 8}).json()
-            for content in (ASKED[1]["content"], parts)
-        )
+    whole, parted = (
+        served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 8})
+        for content in (ASKED[1]["content"], parts)
+    )
     assert parted["choices"] == whole["choices"]
 
 
 @pytest.mark.parametrize("schema", [123, {"type": 123}, {"type": "hiccup"}])
 def test_a_schema_that_is_none_is_refused(served: Served, schema: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    with served.client() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": ASKED, "response_format": form})
-    assert answer.status_code == 400, answer.text
+    assert served.post("/v1/chat/completions", {"messages": ASKED, "response_format": form}, 400)

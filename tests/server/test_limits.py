@@ -80,8 +80,7 @@ def test_a_body_that_is_no_text_names_the_way(served: Served, body: bytes) -> No
 
 
 def test_what_cannot_be_honoured_is_to_be_left_out(served: Served) -> None:
-    with served.client() as http:
-        error = http.post("/v1/completions", json={"prompt": "The keeper", "suffix": "sleeps."}).json()["error"]
+    error = served.post("/v1/completions", {"prompt": "The keeper", "suffix": "sleeps."}, 400)["error"]
     assert (error["message"], error["param"]) == ("suffix='sleeps.': cannot be honoured here: leave it out", "suffix")
 
 
@@ -123,25 +122,20 @@ def test_lone_surrogates_come_back_as_they_came(served: Served) -> None:
 
 def test_parameters_that_are_null_ask_for_nothing(served: Served) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    with served.client() as http:
-        plain, nulls = (http.post(CHAT, json={**asked, **more}) for more in ({}, {"functions": None, "prediction": None, "n": None}))
-    assert nulls.json()["choices"] == plain.json()["choices"]
+    plain, nulls = (served.post(CHAT, {**asked, **more}) for more in ({}, {"functions": None, "prediction": None, "n": None}))
+    assert nulls["choices"] == plain["choices"]
 
 
 def test_a_fault_of_the_server_is_told_in_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.state.models.first.engine, "stream", lambda *words, **options: 1 / 0)
-    with served.client() as http:
-        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert served.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]}, 500)["error"]["code"] == "internal_error"
 
 
 def test_a_request_with_a_fault_runs_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentcache.server.chat.message_of", lambda message: 1 / 0)
+    served.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}, 500)
     with served.client() as http:
-        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
-    with served.client() as http:
-        last = http.get("/status?last=1").json()["last"][0]
-    assert (answer.status_code, last["state"]) == (500, "cancelled")
+        assert http.get("/status?last=1").json()["last"][0]["state"] == "cancelled"
 
 
 @pytest.mark.parametrize(

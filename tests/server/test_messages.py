@@ -59,8 +59,7 @@ def test_a_call_and_its_result_go_on_from_the_cache(served: Served) -> None:
 )
 def test_prompt_and_answer_are_those_of_a_chat(served: Served, turns: list[dict[str, Any]]) -> None:
     chat = {"messages": [ASKED[0], *turns], "tools": [TIDE], "max_tokens": 20}
-    with served.client() as http:
-        said = http.post("/v1/chat/completions", json=chat).json()
+    said = served.post("/v1/chat/completions", chat)
     asked = {**BODY, "messages": turns, "max_tokens": 20}
     message = served.anthropic().messages.create(**asked)
     assert message.content[0].text == said["choices"][0]["message"]["content"]
@@ -160,8 +159,7 @@ def test_what_claude_code_sends_is_answered_and_cached(served: Served) -> None:
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "output_config": {"effort": "high"},
         }
-        with served.client() as http:
-            usage = http.post("/v1/messages?beta=true", json=body).json()["usage"]
+        usage = served.post("/v1/messages?beta=true", body)["usage"]
         return usage["cache_read_input_tokens"], usage["input_tokens"]
 
     first = sum(tokens(1))
@@ -237,18 +235,13 @@ CITED = {"type": "document", "source": {"type": "text", "data": "Fog."}, "citati
     ids=lambda said: said if isinstance(said, str) else next(iter(said)),
 )
 def test_what_a_message_cannot_honour_is_refused(served: Served, change: dict[str, Any], named: str) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/messages", json={**BODY, **change})
-    told = answer.json()
-    assert answer.status_code == 400, told
+    told = served.post("/v1/messages", {**BODY, **change}, 400)
     assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert told["error"]["message"].startswith(named)
 
 
 def test_a_prompt_without_room_is_told_as_clients_read_it(served: Served) -> None:
-    with served.client() as http:
-        answer = http.post("/v1/messages", json={**BODY, "messages": [{"role": "user", "content": "x " * 20000}]})
-    said = answer.json()["error"]["message"]
+    said = served.post("/v1/messages", {**BODY, "messages": [{"role": "user", "content": "x " * 20000}]}, 400)["error"]["message"]
     found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", said)
     assert found, said
     assert int(found[1]) > int(found[2]) == 8192
@@ -289,8 +282,8 @@ def test_thinking_is_asked_of_the_template(asked: dict[str, Any], effort: str | 
 
 def test_a_count_takes_the_arguments_of_the_template(served: Served) -> None:
     asked = {key: value for key, value in BODY.items() if key != "max_tokens"} | {"thinking": {"type": "disabled"}}
-    with mock.patch.object(Engine, "probe", autospec=True, side_effect=Engine.probe) as probe, served.client() as http:
-        assert http.post("/v1/messages/count_tokens", json=asked).json()["input_tokens"]
+    with mock.patch.object(Engine, "probe", autospec=True, side_effect=Engine.probe) as probe:
+        assert served.post("/v1/messages/count_tokens", asked)["input_tokens"]
     assert probe.call_args.kwargs["template_kwargs"] == thinking_of("none")
 
 

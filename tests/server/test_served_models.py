@@ -21,6 +21,7 @@ from agentcache.server.registered_tools import Registered, RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
 from agentcache.server.state import ServerState
 from agentcache.server.tenants import Tenants
+from tests.engines import wait_until
 from tests.serving import ASKED, ENDLESS, commanded, ready, serving
 
 CHAT = "/v1/chat/completions"
@@ -76,13 +77,10 @@ def test_a_client_that_leaves_a_loading_model_frees_its_place(path: str, body: d
         served.state.tools.add(Registered("known", "default", "slow", "Answer.", pinned=False))
         with pytest.raises(httpx.ReadTimeout):
             http.post(path, json=body, timeout=0.3)
-        for _ in range(1000):
-            if not served.state.tenants.running:
-                break
-            time.sleep(0.01)
-        left = (served.state.tenants.running, served.state.models.first.busy, served.state.models.first.state)
+        left = wait_until(lambda: not served.state.tenants.running)
+        first = (served.state.models.first.busy, served.state.models.first.state)
         go.set()
-        assert left == (0, 0, "loading")
+        assert (left, *first) == (True, 0, "loading")
         assert http.post(path, json=body).status_code == 200
 
 
