@@ -2,7 +2,7 @@
 
 chat(messages, tools=...)
    | translate, tools, requests    LlamaIndex's words into an Ask
-   | host                          the engine; for coroutines, a thread that waits in place of the event loop
+   | host                          the engine; for coroutines, threads that lay out prompts in place of the event loop
    | answer                        its pieces into ChatResponses, with usage and receipt in `raw`
 """
 
@@ -235,7 +235,7 @@ class AgentCacheLLM(ObjectLLM):
                 if isinstance(piece, Completion):  # a server is asked the text of each token
                     likely = await asyncio.to_thread(likeliest, piece, self.engine.tokenizer.decode) if piece.logprobs else None
                     yield self._finish(ask, answer, piece, likely)
-                elif (response := answer.feed(*piece)) is not None:
+                elif (response := answer.feed(piece.kind, piece.text)) is not None:
                     yield response
         finally:
             await pieces.aclose()
