@@ -45,7 +45,8 @@ class Support:
 class Layer:
     """One call of attention as a forward made it, and how it attends.
 
-    key, value: the very tensors of the call, [1, heads, tokens, width]; an indexer has no values, of width 0. page_keys: a copy of the keys as a page holds them. why: it cannot be paged.
+    key, value: the very tensors of the call, [1, heads, tokens, width]; an indexer's values have width 0. page_keys: a copy of the keys as
+    a page holds them. why: it cannot be paged.
     """
 
     attention: Attention
