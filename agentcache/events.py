@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,12 +33,15 @@ Event = Chunk | Progress | Done | AgentCacheError
 
 
 class Events:
-    """The events of one request: put by the device's thread, taken by its caller, which may ask to be woken instead of waiting."""
+    """The events of one request: put by the device's thread, taken by its caller, which may ask to be woken instead of waiting.
+
+    cancelled: the caller wants no more events.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
-        self._cancelled = threading.Event()
+        self.cancelled = False
 
     def put(self, event: Event) -> None:
         """Add an event, and wake the listener."""
@@ -64,9 +66,4 @@ class Events:
 
     def cancel(self) -> None:
         """Say that the caller wants no more events."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Tell whether the caller wants no more events."""
-        return self._cancelled.is_set()
+        self.cancelled = True

@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["DO_SAMPLE", "NEUTRAL", "SAME", "changes_nothing", "device_of", "did_you_mean", "shown"]
+__all__ = ["DO_SAMPLE", "NEUTRAL", "SAME", "changes_nothing", "device_of", "did_you_mean", "in_words", "shown"]
 
 # Names with the same meaning here.
 SAME = {
@@ -74,6 +74,15 @@ def changes_nothing(name: str, value: Any) -> bool:
 def shown(name: str, value: Any) -> str:
     """A setting as messages show it: without keys, tokens and headers."""
     return f"{name}=..." if _PRIVATE.search(name) and not isinstance(value, (int, float, type(None))) else f"{name}={value!r:.100}"
+
+
+def in_words(error: Any) -> str:
+    """Name the settings that a ValidationError of pydantic refuses, and why."""
+    said = []
+    for each in error.errors(include_url=False, include_context=False):
+        field, text = ".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")
+        said.append(f"{field}={each['input']!r:.200}: {text[:1].lower()}{text[1:]}" if field else text)
+    return "; ".join(said)
 
 
 def did_you_mean(names: Collection[str], known: Collection[str]) -> str:

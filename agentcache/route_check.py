@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from .kv import Sequence
+from .kv import PAGE_TOKENS, Sequence
 from .model.routes import Routes
 from .request import Running
 from .runner import Runner, Work
@@ -28,17 +26,12 @@ def _without_reuse(runner: Runner, running: Running) -> Routes | None:
     sequence.routes = routes = Routes(model.experts)
     ids = running.ids.all[: taken.length]
     try:
-        for count in _pieces(sequence, len(ids)):
-            some = ids[sequence.length : sequence.length + count]
-            [outcome] = runner.run([Work(sequence, some, running.scope.regime, False, running.scope.weights)])
+        while (start := sequence.length) < len(ids):
+            stop = min(len(ids), start + PAGE_TOKENS)
+            stop = stop if sequence.state is None else min(stop, sequence.next_cut() or stop)
+            [outcome] = runner.run([Work(sequence, ids[start:stop], running.scope.regime, False, running.scope.weights)])
             if outcome.error is not None or outcome.weights_changed:
                 return None
     finally:
         sequence.close()
     return routes
-
-
-def _pieces(sequence: Sequence, tokens: int, most: int = 512) -> Iterator[int]:
-    while sequence.length < tokens:
-        stop = min(tokens, sequence.length + most)
-        yield (stop if sequence.state is None else min(stop, sequence.next_cut() or stop)) - sequence.length

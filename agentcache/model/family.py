@@ -43,16 +43,12 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One call of attention as a forward made it: heads and widths of keys and values, and how it attends.
+    """One call of attention as a forward made it, and how it attends.
 
-    key, value: the very tensors of the call. page_keys: a copy of the keys as a page holds them. why: it cannot be paged.
+    key, value: the very tensors of the call, [1, heads, tokens, width]; an indexer's values have width 0. page_keys: a copy of the keys as
+    a page holds them. why: it cannot be paged.
     """
 
-    index: int
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: torch.dtype
     attention: Attention
     key: torch.Tensor
     value: torch.Tensor
@@ -65,10 +61,8 @@ def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, give
     strange = sorted(name for name, what in given.items() if name not in _KNOWN and what is not None and what is not False)
     named = ", ".join(repr(name) + (f" ({_STRANGE[name]})" if name in _STRANGE else "") for name in strange)
     why = f"attention of {type(module).__name__!r} depends on {named}" if strange else ""
-    index = int(getattr(module, "layer_idx", -1))
-    attn = attention_of(config, index, key.shape[-1], given)
-    page_keys = key[0].transpose(1, 2).clone()
-    return Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, attn, key, value, page_keys, why)
+    attn = attention_of(config, int(getattr(module, "layer_idx", -1)), key.shape[-1], given)
+    return Layer(attn, key, value, key[0].transpose(1, 2).clone(), why)
 
 
 def has_experts(module: Any) -> bool:
@@ -98,7 +92,7 @@ def slots_of(layers: Sequence[Layer]) -> tuple[int, ...]:
 
 def widths_of(owners: Sequence[Layer]) -> tuple[tuple[int, int, int], ...]:
     """Heads, width of keys and of values of each slot. Where no layer attends, a page still counts its tokens: two zeros for each."""
-    return tuple((layer.heads, layer.key_width, layer.value_width) for layer in owners) or ((1, 1, 1),)
+    return tuple((layer.key.shape[1], layer.key.shape[-1], layer.value.shape[-1]) for layer in owners) or ((1, 1, 1),)
 
 
 def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> Attention:
@@ -128,7 +122,7 @@ def obstacle(layers: Sequence[Layer], dtype: torch.dtype, recurrent: bool) -> st
             return layer.why
     if not layers:
         return "" if recurrent else "no layer calls attention by transformers' interface: its state is not keys and values per token"
-    types = {layer.dtype for layer in layers if layer.value_width}  # keys of an indexer lie in the type of the others
+    types = {layer.key.dtype for layer in layers if layer.value.shape[-1]}  # keys of an indexer lie in the type of the others
     if len(types) > 1:
         return f"layers mix number types {sorted(map(str, types))}"
     return f"keys are {types.pop()}, weights {dtype}" if types != {dtype} else ""

@@ -66,7 +66,6 @@ class HFModel:
         self.rotary: Rotary | None = None
         self.fingerprint: Fingerprint | None = None
         self.unrotated: tuple[int, ...] | None = None
-        self.force_generic = False
         self.adapters: dict[str, Adapter] = {}
         self._boundaries: dict[str, tuple[int, ...]] = {}
         self._plain = True
@@ -101,8 +100,8 @@ class HFModel:
 
     @property
     def stepped(self) -> bool:
-        """Whether layers run by our own loop. Not while hooks, adapters or patches sit in them, or with `force_generic`."""
-        return self._shape is not None and not self.force_generic and self._shape.holds()
+        """Whether layers run by our own loop. Not while hooks, adapters or patches sit in them."""
+        return self._shape is not None and self._shape.holds()
 
     def regime(self, length: int) -> str | None:
         """The name of the rotary frequencies for a sequence of `length` tokens; None if it has none, or cannot be paged."""
@@ -138,7 +137,7 @@ class HFModel:
 
     def attentions(self) -> list[Attention]:
         """How each layer attends, found by a forward of one token; only for a model that runs transformers' own modules, and is idle."""
-        return [layer.attention for layer in self._watched(0) if layer.value_width]
+        return [layer.attention for layer in self._watched(0) if layer.value.shape[-1]]
 
     @property
     def layout(self) -> str:

@@ -45,10 +45,7 @@ class Answer:
         """The answer piece by piece."""
         for delta in self._stream.deltas():
             yield from self._passed(delta)
-        if self._goes_on():
-            for delta in self._stream.deltas():
-                yield from self._passed(delta)
-        yield from self._rest()
+        yield from self.deltas() if self._goes_on() else self._rest()
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """The same for `async for`."""
@@ -56,24 +53,23 @@ class Answer:
             for each in self._passed(delta):
                 yield each
         if self._then is not None and await asyncio.to_thread(self._goes_on):
-            async for delta in self._stream.adeltas():
-                for each in self._passed(delta):
-                    yield each
+            async for each in self.adeltas():
+                yield each
+            return
         for each in self._rest():
             yield each
 
     def completed(self) -> Completion:
         """The whole answer; runs what is left of it. Raises OutputCutError for an object that is not whole."""
-        done = self._stream.completion
-        return self._read(self._stream.completion if self._goes_on() else done)
+        self._goes_on()
+        return self._read(self._stream.completion)
 
     async def acompleted(self) -> Completion:
         """The same, awaited."""
         async for _ in self._stream:
             pass
         if self._then is not None and await asyncio.to_thread(self._goes_on):
-            async for _ in self._stream:
-                pass
+            return await self.acompleted()
         return self._read(self._stream.completion)
 
     def _passed(self, delta: Delta) -> list[Delta]:

@@ -18,7 +18,6 @@ from agentcache import errors as own
 from ._caller_warnings import tell_once
 from ._messages import converted
 from ._names import beside
-from ._profile import profile_of
 from ._settings import SAMPLING, Settings
 from ._tools import ToolLike, formatted, own_tools
 from .errors import ModelInvalidRequestError, translated
@@ -64,16 +63,15 @@ class ChatSettings(Settings, BaseChatModel):
     def _resolve_model_profile(self) -> ModelProfile | None:
         if self.engine is not None:
             return self._profile_of(self.engine)
-        if self.base_url is not None:  # the name there is no file's here; load() asks the server
-            return profile_of(self.model, ModelFacts(), self.num_ctx)
-        return profile_of(
-            self.model, ModelFacts.of_files(self.model, revision=self.revision, chat_template=self.chat_template), self.num_ctx
-        )
+        facts = ModelFacts()  # a server's name is no file's here; load() asks the server
+        if self.base_url is None:
+            facts = ModelFacts.of_files(self.model, revision=self.revision, chat_template=self.chat_template)
+        return _profile(self.model, facts, self.num_ctx)
 
     def _profile_of(self, engine: Engine) -> ModelProfile:
         with translated():
             facts = ModelFacts.of_engine(engine, chat_template=self.chat_template)
-            return profile_of(self.model or str(engine.name), facts, self.num_ctx)
+            return _profile(self.model or str(engine.name), facts, self.num_ctx)
 
     @override
     def load(self) -> Self:
@@ -134,6 +132,26 @@ class ChatSettings(Settings, BaseChatModel):
         """What decides the tokens of a prompt besides messages and tools: the same for a request and for a pin of its start."""
         said = {name: kwargs.get(name, getattr(self, name)) for name in _RENDERING}
         return {**said, "template_kwargs": self._template_kwargs(kwargs)}
+
+
+def _profile(model: str, facts: ModelFacts, context: int | None) -> ModelProfile:
+    """The profile; what cannot be known without downloading something is left out, not guessed."""
+    limit = min((each for each in (context, facts.context_tokens) if each), default=None)
+    told = {
+        **dict.fromkeys(("max_input_tokens", "max_output_tokens"), limit),
+        "reasoning_output": facts.reasoning,
+        "tool_calling": facts.tool_calling,
+        "mid_conversation_system_messages": facts.later_system,
+    }
+    known: dict[str, Any] = {
+        "name": model,
+        "open_weights": True,
+        **dict.fromkeys(("text_inputs", "text_outputs", "temperature"), True),
+        **dict.fromkeys(("image_inputs", "audio_inputs", "pdf_inputs", "video_inputs", "mid_conversation_tools"), False),
+        **dict.fromkeys(("tool_calling", "tool_choice", "tool_call_streaming", "structured_output"), True),
+        **{name: value for name, value in told.items() if value is not None},
+    }
+    return cast("ModelProfile", known)
 
 
 def tell_names(engine: Engine, messages: Sequence[BaseMessage]) -> None:

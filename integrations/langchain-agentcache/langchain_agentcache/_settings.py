@@ -15,7 +15,7 @@ from langchain_core.utils import from_env
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from typing_extensions import Self, override
 
-from agentcache import Engine, EngineLease, RemoteEngine, Sampling
+from agentcache import Engine, EngineLease, RemoteEngine, Sampling, foreign_settings
 
 from ._caller_warnings import caller_warnings, tell_once
 from ._config import plain, rebuilt
@@ -99,7 +99,7 @@ class Settings(BaseLanguageModel):
         try:
             super().__init__(*args, **said)
         except ValidationError as error:
-            raise ModelInvalidRequestError(noted(_in_words(error), said)) from error
+            raise ModelInvalidRequestError(noted(foreign_settings.in_words(error), said)) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -319,13 +319,3 @@ def seconds(timeout: Any) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
         raise ModelInvalidRequestError(f"timeout={timeout!r:.200}: must be a positive number of seconds, or None for no limit")
     return float(timeout)
-
-
-def _in_words(error: ValidationError) -> str:
-    """What was wrong with which settings, one after the other."""
-    said = []
-    for each in error.errors(include_url=False, include_context=False):
-        field = ".".join(map(str, each["loc"]))
-        text = each["msg"].removeprefix("Value error, ")
-        said.append(f"{field}={each['input']!r:.200}: {text[:1].lower()}{text[1:]}" if field else text)
-    return "; ".join(said)

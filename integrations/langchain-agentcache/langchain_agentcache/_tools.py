@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_origin
 
 from langchain_core.tools import BaseTool
@@ -23,32 +22,15 @@ Formatted = dict[str, Any]
 
 # What LangChain and pydantic raise about types that no schema can show, such as functions, plain classes, and forms that hold themselves.
 UNDESCRIBABLE = (ValueError, TypeError, KeyError, AttributeError, PydanticUserError, RecursionError)
-REMEMBERED = 512  # tools; each keeps its object alive, so that its id cannot be another's
+REMEMBERED = 512  # tools
 
 
-class _Remembered:
-    """Tools in OpenAI's form, by the object they were made from."""
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A tool by what tells it apart. Keeps the object alive, so that its id cannot be another's."""
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[Any, tuple[Any, Formatted]] = OrderedDict()
-        self.begin_child()
-
-    def begin_child(self) -> None:
-        """Take a lock that no thread holds: those of a forked process's parent are not there."""
-        self._lock = threading.Lock()
-
-    def __call__(self, tool: ToolLike) -> Formatted:
-        key = _identity(tool)
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key][1]
-        made = _formatted(tool)
-        with self._lock:
-            self._known[key] = (tool, made)
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return made
+    identity: Any
+    tool: Any = field(compare=False)
 
 
 def _identity(tool: Any) -> Any:
@@ -79,9 +61,14 @@ def _formatted(tool: Any) -> Formatted:
     return made
 
 
-_convert = _Remembered()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_convert.begin_child)
+@functools.lru_cache(REMEMBERED)
+def _remembered(one: _Tool) -> Formatted:
+    return _formatted(one.tool)
+
+
+def _convert(tool: Any) -> Formatted:
+    """A tool in OpenAI's form, remembered by the object that it is."""
+    return _remembered(_Tool(_identity(tool), tool))
 
 
 def formatted(tools: Sequence[ToolLike]) -> list[Formatted]:

@@ -162,42 +162,41 @@ class ChatAgentCache(ChatSettings):
 
     def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Answer, list[_pins.PinRequest]]:
         """Translate one request and hand it to the engine; what is to be pinned once it is answered."""
-        with translated():
-            engine = self._engine(kwargs.get("model"))
-            said, tools = converted(messages), own_tools(kwargs.get("tools") or ())
-            form = self._shown_form(tools, kwargs)
-            shown = [*tools, form] if form else tools
-            options: dict[str, Any] = {
-                "sampling": self._sampling(stop, kwargs),
-                **self._rendering(kwargs),
-                "volatile": kwargs.get("volatile") or (),
-                "turn": turn(messages, task()),
-                "reuse": self.reuse,
-                "session": kwargs.get("session", session()),
-            }
-            pins = [
-                _pins.PinRequest(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
-                for end, control in marked(messages, kwargs.get("cache_control")).items()
-            ]
-            tell_names(engine, messages)
+        engine = self._engine(kwargs.get("model"))
+        said, tools = converted(messages), own_tools(kwargs.get("tools") or ())
+        form = self._shown_form(tools, kwargs)
+        shown = [*tools, form] if form else tools
+        options: dict[str, Any] = {
+            "sampling": self._sampling(stop, kwargs),
+            **self._rendering(kwargs),
+            "volatile": kwargs.get("volatile") or (),
+            "turn": turn(messages, task()),
+            "reuse": self.reuse,
+            "session": kwargs.get("session", session()),
+        }
+        pins = [
+            _pins.PinRequest(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
+            for end, control in marked(messages, kwargs.get("cache_control")).items()
+        ]
+        tell_names(engine, messages)
 
-            def asked(said: list[Message], limits: Constraint | None) -> Stream:
-                return engine.stream(said, shown, constraint=limits, **options)
+        def asked(said: list[Message], limits: Constraint | None) -> Stream:
+            return engine.stream(said, shown, constraint=limits, **options)
 
-            limits, tell = self._limits(shown, form, kwargs), bool(kwargs.get("warn_missed", True))
-            if form is None:
-                return Answer(asked(said, limits), tell=tell), pins
-            can, must = may_call(tools, kwargs.get("tool_choice"), kwargs.get("forbidden_tools") or ())
-            if not can:
-                return Answer(asked(said, Constraint(form.name)), formed=True, tell=tell), pins
-            then = None if must else lambda message: asked([*said, message, Message("user", ASK)], Constraint(form.name))
-            try:
-                stream = asked(said, limits)
-            except ToolSchemaError:
-                if self._limits(tools, None, {**kwargs, "response_format": "text"}) is not None:
-                    raise
-                stream = asked(said, None)  # it was held for the form's sake alone: a call of the form is none
-            return Answer(stream, then=then, form=form.name, tell=tell), pins
+        limits, tell = self._limits(shown, form, kwargs), bool(kwargs.get("warn_missed", True))
+        if form is None:
+            return Answer(asked(said, limits), tell=tell), pins
+        can, must = may_call(tools, kwargs.get("tool_choice"), kwargs.get("forbidden_tools") or ())
+        if not can:
+            return Answer(asked(said, Constraint(form.name)), formed=True, tell=tell), pins
+        then = None if must else lambda message: asked([*said, message, Message("user", ASK)], Constraint(form.name))
+        try:
+            stream = asked(said, limits)
+        except ToolSchemaError:
+            if self._limits(tools, None, {**kwargs, "response_format": "text"}) is not None:
+                raise
+            stream = asked(said, None)  # it was held for the form's sake alone: a call of the form is none
+        return Answer(stream, then=then, form=form.name, tell=tell), pins
 
     def _shown_form(self, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Tool | None:
         """The tool that shows the schema of the answer, None where it is held to it without being shown."""

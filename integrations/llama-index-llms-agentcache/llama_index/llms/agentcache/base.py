@@ -2,7 +2,7 @@
 
 chat(messages, tools=...)
    | translate, tools, requests    LlamaIndex's words into an Ask
-   | host                          the engine; for coroutines, a thread that waits in place of the event loop
+   | host                          the engine; for coroutines, threads that lay out prompts in place of the event loop
    | answer                        its pieces into ChatResponses, with usage and receipt in `raw`
 """
 
@@ -31,7 +31,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
 
-from agentcache import Completion, Engine, EngineLease, Message, RemoteEngine, Stream
+from agentcache import Completion, Engine, EngineLease, Message, RemoteEngine, Stream, foreign_settings
 from agentcache.errors import ConfigError, MessageError
 
 from . import prompts, requests
@@ -41,7 +41,7 @@ from .contexts import with_session
 from .events import ReceiptEvent
 from .host import Host, count
 from .requests import Ask
-from .saved_args import SERVER, SavedArgs, in_words, name_of, remade, renamed, saved_args
+from .saved_args import SERVER, SavedArgs, name_of, remade, renamed, saved_args
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
 from .translate import LateSystem, arguments_of, cache_points, kept_stops, to_messages
@@ -96,7 +96,7 @@ class AgentCacheLLM(ObjectLLM):
         try:
             super().__init__(**{**mine, "model": engine.name if engine else name_of(model)})
         except ValidationError as error:
-            raise ConfigError(in_words(error)) from error
+            raise ConfigError(foreign_settings.in_words(error)) from error
         self._saved_args = how
         lease = EngineLease()
         self._host = Host(engine or _shared(model, tokenizer, lease, options), lease)
@@ -122,7 +122,7 @@ class AgentCacheLLM(ObjectLLM):
                 model_name=self.model or self.engine.name,
             )
         except ValidationError as error:  # of what was assigned
-            raise ConfigError(in_words(error)) from error
+            raise ConfigError(foreign_settings.in_words(error)) from error
 
     def count(self, text: str) -> list[int]:
         """The model's own token ids of a text: `Settings.tokenizer = llm.count` makes LlamaIndex count as this model does."""
@@ -235,7 +235,7 @@ class AgentCacheLLM(ObjectLLM):
                 if isinstance(piece, Completion):  # a server is asked the text of each token
                     likely = await asyncio.to_thread(likeliest, piece, self.engine.tokenizer.decode) if piece.logprobs else None
                     yield self._finish(ask, answer, piece, likely)
-                elif (response := answer.feed(*piece)) is not None:
+                elif (response := answer.feed(piece.kind, piece.text)) is not None:
                     yield response
         finally:
             await pieces.aclose()

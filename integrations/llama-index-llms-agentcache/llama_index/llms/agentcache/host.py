@@ -1,7 +1,7 @@
-"""What several AgentCacheLLM objects share: one engine, the threads that wait for it, and what runs on it for them. Knows no prompts.
+"""What several AgentCacheLLM objects share: one engine, the threads that lay out prompts, and what runs on it for them. Knows no prompts.
 
-The engine answers in a thread of its own and a stream is read by blocking. Here each running request has a waiting thread, so that an event
-loop never waits: a reader gets pieces through the loop, and leaving early ends the request on the device.
+Laying out a prompt may wait, for a cache point or a server, so that is done by threads. An event loop never waits: a reader gets pieces
+through the loop, and leaving early ends the request on the device.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from agentcache import Completion, Engine, EngineLease, Message, Stream
+from agentcache import Completion, Delta, Engine, EngineLease, Message, Stream
 from agentcache.errors import CancelledError, EngineClosedError
 
 from .hints import Hints
 from .tools import Schema, Translator
 
-WAITING = 64  # requests that wait at the same time; further ones queue here instead of in the engine
+WAITING = 64  # requests of one event loop at the same time; further ones queue here instead of in the engine, or at a server
 
 Start = Callable[[], Stream]
-Piece = tuple[str, str]  # kind and text of one of the engine's deltas
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those of this process
 _gate = threading.Lock()
@@ -53,7 +52,7 @@ def counting(name: str) -> Callable[[str], list[int]] | None:
 
 
 class Host:
-    """An engine with its waiting threads. lease: on the engine if that is shared, and on what is pinned for this."""
+    """An engine with its threads. lease: on the engine if that is shared, and on what is pinned for this."""
 
     def __init__(self, engine: Engine, lease: EngineLease) -> None:
         self.engine = engine
@@ -66,6 +65,7 @@ class Host:
         self._lock = threading.Lock()
         self._live: set[Stream] = set()
         self._views: weakref.WeakSet[Host] = weakref.WeakSet()
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(WAITING, thread_name_prefix="agentcache-llama-index")
 
     def view(self) -> Host:
@@ -83,28 +83,20 @@ class Host:
         if self._closed:  # while it was computed
             self._lease.release()
 
-    async def pieces(self, start: Start) -> AsyncGenerator[Piece | Completion, None]:
-        """The pieces of the stream that `start` opens, then its completion; a reader that stops ends the request."""
+    async def pieces(self, start: Start) -> AsyncGenerator[Delta | Completion, None]:
+        """The deltas of the stream that `start` opens, then its completion; a reader that stops ends the request."""
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
-        job = _Job(lambda: self.running(start), lambda piece: loop.call_soon_threadsafe(arrived.put_nowait, piece))
-        result = loop.run_in_executor(self._threads, job.run)
-        result.add_done_callback(lambda _: arrived.put_nowait(None))  # after the last piece: both go through the loop in order
-        try:
-            while (piece := await arrived.get()) is not None:
-                yield piece
-            if result.cancelled():  # by close(), before a thread was free for it
-                raise self._over()
-            if (completion := await result) is not None:
-                yield completion
-        finally:
-            job.leave()
-            result.cancel()  # its outcome is not needed any more
+        async with self._turns.setdefault(loop, asyncio.Semaphore(WAITING)):
+            self.check_open()  # it may have been closed while this waited for its turn
+            stream = await loop.run_in_executor(self._threads, start)  # of a reader that leaves meanwhile nobody holds it: that ends it
+            with self.running(lambda: stream):
+                async for delta in stream.adeltas():
+                    yield delta
+                yield stream.completion
 
     @contextmanager
     def running(self, start: Start) -> Iterator[Stream]:
         """The stream that `start` opens; closing this ends it, and its reader is told so."""
-        self.check_open()
         with start() as stream:
             with self._lock:
                 self.check_open()  # it may have been closed while the prompt was laid out
@@ -138,30 +130,4 @@ class Host:
         for stream in live:
             stream.close()
         self._lease.release()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class _Job:
-    """One stream, read in a thread of its own until its end or until its reader has left."""
-
-    def __init__(self, start: Callable[[], AbstractContextManager[Stream]], tell: Callable[[Piece], Any]) -> None:
-        self._start = start
-        self._tell = tell
-        self._left = threading.Event()
-        self._stream: Stream | None = None
-
-    def run(self) -> Completion | None:
-        if self._left.is_set():
-            return None
-        with self._start() as stream:
-            self._stream = stream
-            if self._left.is_set():  # the reader left while the prompt was laid out
-                return None
-            for delta in stream.deltas():
-                self._tell((delta.kind, delta.text))
-            return stream.completion
-
-    def leave(self) -> None:
-        self._left.set()
-        if self._stream is not None:
-            self._stream.close()
+        self._threads.shutdown(wait=False)

@@ -18,11 +18,11 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr, ValidationError
 from llama_index.core.llms.llm import LLM
 from llama_index.core.memory.types import BaseMemory
 
+from agentcache import foreign_settings
 from agentcache.errors import ConfigError
 
 from .base import AgentCacheLLM
 from .host import counting
-from .saved_args import in_words
 
 Count = Callable[[str], Sequence[Any]]
 
@@ -47,7 +47,7 @@ class AppendOnlyMemory(BaseMemory):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise ConfigError(in_words(error)) from error
+            raise ConfigError(foreign_settings.in_words(error)) from error
 
     @model_validator(mode="after")
     def _check(self) -> AppendOnlyMemory:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llama_index.core.bridge.pydantic import ValidationError
-
 from agentcache import Engine, Loading, RemoteEngine, foreign_settings
 from agentcache.errors import ConfigError
 
@@ -140,13 +138,3 @@ def name_of(model: Any) -> str:
     if model is None:
         return ""  # a server's first one
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-
-
-def in_words(error: ValidationError) -> str:
-    """Which settings are wrong, and why."""
-    return "; ".join(map(_one, error.errors(include_url=False, include_context=False)))
-
-
-def _one(wrong: Mapping[str, Any]) -> str:
-    text, field = wrong["msg"].removeprefix("Value error, "), ".".join(map(str, wrong["loc"]))
-    return f"{field}={wrong['input']!r:.200}: {text[:1].lower()}{text[1:]}" if field else text

@@ -10,7 +10,6 @@ A tools block that never changes is computed once; what changes from step to ste
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ class Translator:
     """Tools as JSON schemas of OpenAI's shape, each worked out once: agents bring the same tools to every step."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: dict[int, tuple[weakref.ref[ToolMetadata], Shape, Schema]] = {}
 
     def schemas(self, tools: Sequence[Any]) -> tuple[Schema, ...]:
@@ -63,15 +61,13 @@ class Translator:
             )
         metadata = tool.metadata
         shape: Shape = (metadata.name, metadata.description, metadata.fn_schema)
-        with self._lock:
-            known = self._known.get(id(metadata))
+        known = self._known.get(id(metadata))  # without a lock: each access is one step
         if known is not None and known[0]() is metadata and known[1] == shape:
             return known[2]
         made = self._made(tool, metadata)
         key = id(metadata)
         gone = weakref.ref(metadata, lambda _: self._known.pop(key, None))
-        with self._lock:
-            self._known[key] = (gone, shape, made)
+        self._known[key] = (gone, shape, made)
         return made
 
     def _made(self, tool: BaseTool, metadata: ToolMetadata) -> Schema:
