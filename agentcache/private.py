@@ -17,7 +17,7 @@ from typing import Any
 
 import platformdirs
 
-from .errors import StoreCorruptError, StorePermissionError
+from .errors import StoreCorruptError, StoreError, StorePermissionError
 
 if sys.platform == "win32":
     import msvcrt
@@ -31,10 +31,17 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN
 
 
 def default_path() -> Path | None:
-    """AGENTCACHE_DIR, else the user's cache folder. None where AGENTCACHE_DIR is set to nothing: no store on disk."""
-    if (given := os.environ.get("AGENTCACHE_DIR")) is not None:
-        return Path(given).expanduser() if given else None
-    return platformdirs.user_cache_path("agentcache")
+    """AGENTCACHE_DIR, else the user's cache folder. None where AGENTCACHE_DIR is set to nothing: no store on disk.
+
+    StoreError: it lies in the home of a user who has none, such as a number that a container runs under.
+    """
+    if (given := os.environ.get("AGENTCACHE_DIR")) == "":
+        return None
+    try:
+        return (Path(given) if given else platformdirs.user_cache_path("agentcache")).expanduser()
+    except RuntimeError as error:
+        said = f"the store has no folder, AGENTCACHE_DIR={given!r} and this user has no home"
+        raise StoreError(f"{said}: set AGENTCACHE_DIR to an absolute path, or to nothing to keep nothing on disk") from error
 
 
 def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:

@@ -187,11 +187,12 @@ def examine(place: Path | None) -> dict[str, Any]:
     from ..private import default_path
     from ..store.disk.folder import Folder, check_room
 
-    found = default_path() if place is None else place
-    if found is None:
-        return {"folder": "none: AGENTCACHE_DIR is set to nothing"}
-    report: dict[str, Any] = {"folder": str(found.absolute())}
+    report: dict[str, Any] = {"folder": "none"}
     try:
+        found = default_path() if place is None else place
+        if found is None:
+            return {"folder": "none: AGENTCACHE_DIR is set to nothing"}
+        report["folder"] = str(found.absolute())
         if not os.path.lexists(found / "format"):
             report["state"] = "not made yet"
             check_room(found.absolute())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ...errors import StorePermissionError, StoreWarning
+from ...errors import StoreError, StorePermissionError, StoreWarning
 from ...private import KEY_BYTES, PLAIN, check, default_path, locked, put
 
 MOST_BYTES = 16 << 20  # of all files together; one model has about a hundred kilobytes
@@ -33,15 +33,13 @@ class Objects:
         self._machine = machine
         self._place: Path | None = None
         self._key = b""
-        store = default_path()
-        if store is None:
-            return
         try:
-            self._open(store.absolute())
+            if (store := default_path()) is not None:
+                self._open(store.absolute())
         except StorePermissionError as error:
             with suppress(StoreWarning):  # an error where warnings are errors: the engine computes all the same
                 warnings.warn(f"compiled code is not kept on disk: {error}", StoreWarning, stacklevel=2)
-        except OSError:  # nowhere to write: compiled again in each process
+        except (OSError, StoreError):  # nowhere to write: compiled again in each process
             return
 
     def _open(self, store: Path) -> None:

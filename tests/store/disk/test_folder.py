@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from agentcache.cli.upkeep import examine
 from agentcache.errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StorePermissionError
+from agentcache.model.kernels.object_cache import Objects
 from agentcache.private import default_path
 from agentcache.store.disk import folder as module
 from agentcache.store.disk.folder import Folder, default_key
@@ -78,6 +80,20 @@ def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert default_path() is None
     with pytest.raises(StoreError, match="AGENTCACHE_DIR=''"):
         Folder.open()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="homes are asked for otherwise")
+@pytest.mark.parametrize("given", [None, "~/mine"])
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "AGENTCACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv("AGENTCACHE_DIR", given)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(StoreError, match="this user has no home: set AGENTCACHE_DIR"):
+        Folder.open()
+    assert Objects("a machine").find("code") is None
+    assert "no home" in examine(None)["problem"]
 
 
 @forks
