@@ -40,7 +40,6 @@ from .norm_library import plain_heads, plain_norm
 Kernel = Literal["onednn", "library", "upcast", "aten"]
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # classes of weights whose memory holds their numbers; others multiply themselves
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
-ANY = 1 << 62
 VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
 GRAIN = 32768  # numbers of which PyTorch makes a part for a thread, at least
 GELU_GRAIN = 16384  # beyond so many, gelu makes a part for every thread
