@@ -1,4 +1,4 @@
-"""The peak memory of this process. Knows no engine."""
+"""The peak memory of this process, and what another one holds. Knows no engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+
+
+def held(pid: int) -> dict[str, int]:
+    """Resident bytes and open file descriptors of a process."""
+    process = psutil.Process(pid)
+    return {"rss_bytes": process.memory_info().rss, "descriptors": process.num_fds()}
 
 
 def peak_bytes(run: Callable[[], Any], every_s: float = 0.01) -> tuple[int, int]:

@@ -103,8 +103,8 @@ def segments(
         named, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
         options = segments_parts.Options(paired, episodes, sampled, names(styles), tools, named, agents, rows_file, ablations)
         drawn = made_up(max(made, SOME if options.any and not workload else 0), tools)
-        wanted = shifts.Wanted(workload or (), named, cases, most_tokens, tools_dir, drawn)
-        found_cases, texts = wanted.cases() if options.any or find else wanted.required()
+        required = not (options.any or find)
+        found_cases, texts = shifts.gathered(workload or (), named, cases, most_tokens, tools_dir, drawn, required=required)
         with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
             trials = Trials(run.engine, answer, model is not None, repeats)
             begun = segments_parts.begun(rows_file) if calibration is None and halo is None else None

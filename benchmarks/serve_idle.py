@@ -14,19 +14,21 @@ import typer
 from agentcache.bench import servers
 from agentcache.terminal import report_errors
 
+from .process_figures import held
+
 MOST_BYTES = 100 << 20
 ASKED = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 async def idle(served: servers.Served, connections: int) -> tuple[int, int]:
     """(bytes that so many connections add to the server, connections that were answered), each after one answer."""
-    before, port = served.held["rss_bytes"], int(served.url.rsplit(":", 1)[1])
+    before, port = held(served.pid)["rss_bytes"], int(served.url.rsplit(":", 1)[1])
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(connections)]
     answered = 0
     for reader, writer in opened:
         writer.write(ASKED)
         answered += (await reader.readline()).startswith(b"HTTP/1.1 200")
-    added = served.held["rss_bytes"] - before
+    added = held(served.pid)["rss_bytes"] - before
     for _, writer in opened:
         writer.close()
     return added, answered

@@ -21,6 +21,8 @@ import typer
 from agentcache.bench import servers
 from agentcache.terminal import report_errors
 
+from . import process_figures
+
 SYSTEM = "Answer in one sentence. " + "The harbour master reads the tables of the day before he answers. " * 20
 QUESTIONS = [f"Get the invoice A-{number}." for number in range(1200, 1232)]
 TOOL = {"type": "function", "function": {"name": "get_invoice", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}}}
@@ -91,7 +93,12 @@ async def settled(served: servers.Served, http: httpx.AsyncClient) -> dict[str, 
         await asyncio.sleep(0.1)
         status = (await http.get("/status")).json()
     memory = status["models"][0]["memory"]
-    return {**served.held, "running": status["requests"]["running"], "pinned_pages": memory["pinned_pages"], "pages": memory["pages"]}
+    return {
+        **process_figures.held(served.pid),
+        "running": status["requests"]["running"],
+        "pinned_pages": memory["pinned_pages"],
+        "pages": memory["pages"],
+    }
 
 
 async def soak(served: servers.Served, phases_s: list[float], clients: int) -> tuple[list[dict[str, int]], Counter[str]]:

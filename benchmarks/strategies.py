@@ -50,11 +50,6 @@ class Asked:
     computed_tokens: int = 0
     ttft_ms: float | None = None
 
-    @property
-    def hit_share(self) -> float:
-        """Prompt tokens that were not computed."""
-        return 1 - self.computed_tokens / self.prompt_tokens
-
     def cost(self, cached: float) -> float:
         """In prices of a computed token, when a cached one costs `cached` of it."""
         return self.computed_tokens + cached * (self.prompt_tokens - self.computed_tokens)

@@ -63,12 +63,14 @@ def latency(
     json_file: JsonOption = None,
 ) -> None:
     """Time to first token and per token, for growing tool lists. Ours against generate and its caches."""
+    import torch
+
     from . import baselines, llama_cpp, report
     from . import latency as bench
-    from .shapes import dtype_of
 
     options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-    loading, rival = Loading(model, shape, dtype, threads, bits, weights, device), dtype_of(stock_dtype.value) if stock_dtype else None
+    loading = Loading(model, shape, dtype, threads, bits, weights, device)
+    rival = getattr(torch, stock_dtype.value) if stock_dtype else None
     with report.measuring("latency", loading, json_file) as run:
         with ExitStack() as stack:
             others = stack.enter_context(llama_cpp.started(run.engine.model, run.keep)) if with_llama_cpp else {}
@@ -217,11 +219,10 @@ def families(
     from . import family_reuse as bench
     from . import report
     from .environment import machine, versions
-    from .shapes import dtype_of
 
     if threads is not None:
         torch.set_num_threads(threads)
-    like = torch.empty(0, dtype=dtype_of(dtype.value), device=place(device))
+    like = torch.empty(0, dtype=getattr(torch, dtype.value), device=place(device))
     about = {"machine": {**machine(like.device), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
     with report.Progress() as say:
         run = report.Run(None, say, {"bench": "families", **about}, json_file)

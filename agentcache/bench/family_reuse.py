@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +49,8 @@ def run(names: Sequence[str], like: torch.Tensor, say: Say, keep: Keep) -> list[
     if unknown := [name for name in names if name not in families.TINY]:
         raise ConfigError(f"only={unknown[0]!r} is no family: use some of {', '.join(sorted(families.TINY))}")
     rows: list[dict[str, Any]] = []
-    with _new_folder() as folder, closing(_Second(folder, like)) as second, _quiet():
+    another = ProcessPoolExecutor(1, get_context("spawn"), _start, (torch.get_num_threads(),))  # starts when it is asked first
+    with _new_folder() as folder, another as second, _quiet():
         for number, name in enumerate(names, 1):
             say(f"{number} of {len(names)}: {name}")
             try:
@@ -87,7 +87,7 @@ def _range(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low}-{high}"
 
 
-def _measured(name: str, like: torch.Tensor, folder: Path, second: _Second) -> dict[str, Any]:
+def _measured(name: str, like: torch.Tensor, folder: Path, second: ProcessPoolExecutor) -> dict[str, Any]:
     first: list[Any] = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": ASKED}]
     began = time.perf_counter()
     with _engine(name, like, folder) as engine:
@@ -100,7 +100,7 @@ def _measured(name: str, like: torch.Tensor, folder: Path, second: _Second) -> d
         then = [*first, {"role": "assistant", "content": pairs[0][0].text}, {"role": "user", "content": THEN}]
         pairs.append([_ask(engine, then, reuse) for reuse in (None, "off")])
         engine.flush()
-    pairs.append([second.ask(name, then), pairs[1][1]])
+    pairs.append([second.submit(_ask_anew, name, like.dtype, like.device, folder, then).result(), pairs[1][1]])
     cached = dict(zip(("group", "step", "second_process"), (hit.cached_tokens for hit, _ in pairs), strict=True))
     equal, bitwise = (all(getattr(hit, of) == getattr(off, of) for hit, off in pairs) for of in ("ids", "logits"))
     return {**about, **cached, "equal": equal, "bitwise": bitwise, "why": _why(pairs, bitwise, model.bitwise)}
@@ -159,52 +159,13 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(before)
 
 
-class _Second:
-    """Another process over the same folder, asked one family after the other; started when it is asked first."""
-
-    def __init__(self, folder: Path, like: torch.Tensor) -> None:
-        self._folder, self._like = folder, like
-        self._errors = (folder / "errors").open("w+", encoding="utf-8")
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, name: str, messages: list[Any]) -> Answer:
-        """Load the family there, and answer."""
-        self._process = process = self._process or self._started()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            print(json.dumps([name, messages]), file=process.stdin, flush=True)
-            said = process.stdout.readline()
-        except BrokenPipeError:
-            said = ""
-        if not said:
-            self._errors.seek(0)
-            raise RuntimeError(f"the second process failed: {self._errors.read()[-2000:]}")
-        found = json.loads(said)
-        return Answer(**{**found, "ids": tuple(found["ids"])})
-
-    def _started(self) -> subprocess.Popen[str]:
-        given = [str(self._folder), str(self._like.dtype).removeprefix("torch."), str(self._like.device), str(torch.get_num_threads())]
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-
-    def close(self) -> None:
-        if self._process is not None:
-            with suppress(BrokenPipeError):
-                self._process.communicate()
-        self._errors.close()
+def _start(threads: int) -> None:
+    """Begin the second process."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
 
 
-def _serve(folder: str, dtype: str, device: str, threads: str) -> None:
-    """The second process: answer each line of the input by a line."""
-    torch.set_num_threads(int(threads))
-    like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-    with _quiet():
-        for line in sys.stdin:
-            name, messages = json.loads(line)
-            with _engine(name, like, Path(folder)) as engine:
-                print(json.dumps(asdict(_ask(engine, messages))), flush=True)
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+def _ask_anew(name: str, dtype: torch.dtype, device: torch.device, folder: Path, messages: list[Any]) -> Answer:
+    """In the second process: load the family there, and answer."""
+    with _engine(name, torch.empty(0, dtype=dtype, device=device), folder) as engine:
+        return _ask(engine, messages)

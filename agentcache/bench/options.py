@@ -53,28 +53,22 @@ class Isa(str, Enum):
     avx512_bf16 = "avx512_bf16"
 
 
-# what PyTorch, oneDNN and MKL read when they are loaded; our own kernels follow the first two
-_HELD = {
-    Isa.avx2: ("avx2", "AVX2", "AVX2"),
-    Isa.avx512: ("avx512", "AVX512_CORE", "AVX512"),
-    Isa.avx512_bf16: ("avx512", "AVX512_CORE_BF16", "AVX512"),
+# variables under which a process uses these instructions and no others: PyTorch, oneDNN and MKL read them when they are loaded, our own
+# kernels follow the first two
+VARIABLES = {
+    Isa.avx2: {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    Isa.avx512: {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    Isa.avx512_bf16: {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
 }
-_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-
-
-def environment_of(isa: Isa) -> dict[str, str]:
-    """Variables under which a process uses these instructions and no others."""
-    return dict(zip(_VARIABLES, _HELD[isa], strict=True))
 
 
 def hold_to(isa: Isa | None) -> Isa | None:
     """For an option that names instructions: run the same command with no others, in a process of its own, and exit as it does."""
     if isa is None:
         return None
-    wanted = environment_of(isa)
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
+    if any(os.environ.get(name) != value for name, value in VARIABLES[isa].items()):
         command = [sys.executable, "-m", "agentcache", *sys.argv[1:]]
-        raise typer.Exit(subprocess.run(command, env={**os.environ, **wanted}, check=False).returncode)
+        raise typer.Exit(subprocess.run(command, env={**os.environ, **VARIABLES[isa]}, check=False).returncode)
     from ..model.kernels.instructions import level
 
     if level() != isa.value:

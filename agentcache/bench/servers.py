@@ -1,4 +1,4 @@
-"""Servers in processes of their own, for load and for what they hold. Asks them nothing but whether they are ready."""
+"""Servers in processes of their own, for load. Asks them nothing but whether they are ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import IO
 
 import httpx
-import psutil
 
 from ..errors import ConfigError
 
@@ -26,12 +25,7 @@ class Served:
     """A running server."""
 
     url: str  # where it listens
-    process: psutil.Process
-
-    @property
-    def held(self) -> dict[str, int]:
-        """Its resident bytes and open file descriptors."""
-        return {"rss_bytes": self.process.memory_info().rss, "descriptors": self.process.num_fds()}
+    pid: int
 
 
 def agentcache(model: str, store: str = "") -> AbstractContextManager[Served]:
@@ -56,7 +50,7 @@ def _running(command: Sequence[str], ready: str, environment: dict[str, str]) ->
         process = stack.enter_context(subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **environment}))
         stack.callback(process.terminate)
         _wait(process, url + ready, said)
-        yield Served(url, psutil.Process(process.pid))
+        yield Served(url, process.pid)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:

@@ -89,16 +89,6 @@ def config(name: str) -> Any:
     return AutoConfig.for_model(family, **fields, **none)
 
 
-def dtype_of(name: str) -> Any:
-    """A torch dtype by name."""
-    import torch
-
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in known:
-        raise ConfigError(f"dtype={name!r} is unknown: use one of {', '.join(known)}")
-    return known[name]
-
-
 def random_model(config: Any, dtype: Any, *, seed: int = 0) -> Any:
     """A causal model of this config with random weights: seconds and no extra memory, also for 8 billion of them."""
     import torch
@@ -132,10 +122,12 @@ def fill(tensor: Any, block: Any, *, start: int = 0) -> None:
 
 def load(name: str, *, dtype: str = "bfloat16", texts: Iterable[str] = (), seed: int = 0) -> tuple[Any, Any]:
     """(model, tokenizer) of a named shape. texts: what the tokenizer is to be good at, besides the benchmark's own tools."""
+    import torch
+
     from .. import toy
     from .catalog import training_texts
 
     shape = config(name)
-    model = random_model(shape, dtype_of(dtype), seed=seed)
+    model = random_model(shape, getattr(torch, dtype), seed=seed)
     model.name_or_path = model.config._name_or_path = name
     return model, toy.tokenizer([*training_texts(), *texts], min(int(shape.vocab_size), TOKENIZER_VOCAB))

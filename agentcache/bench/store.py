@@ -31,7 +31,7 @@ def spec_of(shape: str, dtype: str) -> KVSpec:
     """The shape of a named model's KV."""
     config = shapes.config(shape)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KVSpec(config.num_hidden_layers, config.num_key_value_heads, dim, shapes.dtype_of(dtype))
+    return KVSpec(config.num_hidden_layers, config.num_key_value_heads, dim, getattr(torch, dtype))
 
 
 def pages_of(spec: KVSpec, tokens: int) -> list[Page]:

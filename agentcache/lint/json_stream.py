@@ -29,14 +29,14 @@ def is_message(value: Any) -> bool:
 
 
 class JsonStream:
-    """The values of one stream, in order, with their lines; what cannot be read is told to note(line, why)."""
+    """The values of one stream, in order, with their lines, from `first` on; what cannot be read is told to note(line, why)."""
 
-    def __init__(self, head: bytes, file: IO[bytes], note: Note) -> None:
+    def __init__(self, head: bytes, file: IO[bytes], note: Note, first: int = 1) -> None:
         self._file, self._note = file, note
         self._decoder = json.JSONDecoder()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._buffer = self._utf8.decode(head)
-        self._at, self._line, self._ended = 0, 1, False
+        self._at, self._line, self._ended = 0, first, False
         self._tries = TRIES
         self._inside = False  # the outermost array is open
         self._messages: list[Any] | None = None  # so far, of an outermost array that is one request

@@ -8,7 +8,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -108,14 +107,9 @@ def _lines(head: bytes, file: IO[bytes], start: int, note: Note) -> Iterator[tup
             note(number, "nested too deeply: left out")
         except ValueError as error:
             if line.lstrip()[:1] == b"{" and getattr(error, "msg", "") == "Extra data":  # a program that ends no line
-                told = partial(_at, note, number)
-                yield from ((number, value) for _, value in JsonStream(line, BytesIO(), told).values())
+                yield from JsonStream(line, BytesIO(), note, number).values()
             else:
                 note(number, _why(error))
-
-
-def _at(note: Note, line: int, _: int, why: str) -> None:
-    note(line, why)
 
 
 def _why(error: ValueError) -> str:

@@ -196,8 +196,6 @@ def test_random_model_is_whole() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"shape='gpt-9' is unknown: use one of qwen3-0.6b"):
         shapes.load("gpt-9")
-    with pytest.raises(ConfigError, match="dtype='int4'"):
-        shapes.dtype_of("int4")
     assert "tools='5,x'" in refused("latency", "--tools", "5,x")
     assert "slow_repeats=3" in refused("latency", "--repeats", "2", "--slow-repeats", "3")
     assert "give one of them" in refused("latency", "--model", "/x", "--shape", "small", "--tools", "1")

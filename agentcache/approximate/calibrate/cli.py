@@ -89,7 +89,7 @@ def calibrate(
     wanted = shifts.named(families, (*([shifts.HANDED] if lender else []), *shifts.FAMILIES, *shifts.DOCUMENTS))
     bounds, made = search.Bounds(kl, top1, decision, margin, tail), quality_cases.made_up(tools, made_up)
     asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
-    found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
+    found_cases, texts = shifts.gathered(workload or (), wanted, cases, most_tokens, tools_dir, made, asked)
     keeps = out or Folder.open(store).path  # before anything is measured
     with report.measuring("calibrate", loading, json_file, texts) as run:
         answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
@@ -183,7 +183,7 @@ def segments(
 
     wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
     made = quality_cases.made_up(tools, made_up)
-    found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
+    found_cases, texts = shifts.gathered(workload or (), wanted, cases, most_tokens, tools_dir, made)
     with report.measuring("segments", options.Loading(model, shape, dtype, threads, device=device), json_file, texts) as run:
         trials = Trials(run.engine, answer, model is not None, repeats)
         known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)

@@ -63,33 +63,22 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
     return [case for some in found.values() for case in some]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Selection of shifts and traces."""
+def gathered(
+    workload: Sequence[Path], families: Sequence[str], count: int, most_tokens: int, tools_dir: Path | None, made: Sequence[Episode],
+    asked: Sequence[Case] = (), required: bool = True,
+) -> tuple[list[Case], list[str]]:  # fmt: skip
+    """Cases of traces and of `made` episodes, beside `asked` ones, and texts to train a tokenizer on where the model brings none.
 
-    workload: Sequence[Path] = ()  # files of traces
-    families: Sequence[str] = FAMILIES  # kinds of shifts
-    count: int = 4  # cases of a family, at most
-    most_tokens: int = 8192  # of a prompt, estimated
-    tools_dir: Path | None = None  # folder of catalogs that traces name
-    made: Sequence[Episode] = ()  # further episodes
-    asked: Sequence[Case] = ()  # cases of DOCUMENTS
-
-    def cases(self) -> tuple[list[Case], list[str]]:
-        """The cases, and texts to train a tokenizer on where the model brings none. Neither is required to be there."""
-        found = [one for path in self.workload for one in read(path, self.tools_dir, episodes=max(8, 4 * self.count))]
-        found += self.made
-        shifted = cases(found, self.count, self.families, most_tokens=self.most_tokens) if self.count else []
-        return [*shifted, *self.asked], [*texts(found), *(json.dumps(case.call.prompt) for case in self.asked)]
-
-    def required(self) -> tuple[list[Case], list[str]]:
-        """The same; ConfigError if there is no case."""
-        if not self.workload and not self.made and not self.asked:
-            raise ConfigError("give recorded traces with --workload, --questions over two passages each or more, or --made-up N")
-        found = self.cases()
-        if not found[0]:
-            raise ConfigError(f"families={', '.join(self.families)!r}: these workloads have no such prompts")
-        return found
+    tools_dir: folder of the catalogs that traces name. required: ConfigError if there is no case.
+    """
+    if required and not (workload or made or asked):
+        raise ConfigError("give recorded traces with --workload, --questions over two passages each or more, or --made-up N")
+    found = [one for path in workload for one in read(path, tools_dir, episodes=max(8, 4 * count))]
+    found += made
+    shifted = [*(cases(found, count, families, most_tokens) if count else ()), *asked]
+    if required and not shifted:
+        raise ConfigError(f"families={', '.join(families)!r}: these workloads have no such prompts")
+    return shifted, [*texts(found), *(json.dumps(case.call.prompt) for case in asked)]
 
 
 def named(families: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.bench.options import Isa, environment_of
+from agentcache.bench.options import VARIABLES, Isa
 from agentcache.model.kernels import instructions, jit
 from tests.processes import program
 
@@ -41,7 +41,7 @@ print(json.dumps(said))
 
 def asked(isa: Isa, source: str) -> dict[str, Any]:
     """What a process says that has no other instructions."""
-    said: dict[str, Any] = json.loads(program(source, **environment_of(isa))[0].splitlines()[-1])
+    said: dict[str, Any] = json.loads(program(source, **VARIABLES[isa])[0].splitlines()[-1])
     return said
 
 
