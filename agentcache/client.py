@@ -18,21 +18,20 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import httpx
-from pydantic import TypeAdapter
-
-from . import errors
+from . import errors, extras
 from .errors import ConfigError, EngineClosedError, PromptError
 from .layout.plain import plain_message
 from .layout.schemas import plain_tools
 from .process_owned import ProcessOwned
-from .remote_stream import RemoteEvents, RemoteRequest, RemoteStream, checked, read
+from .remote_stream import RemoteEvents, RemoteRequest, RemoteStream, checked, read, reads
 from .shared_engines import EngineLease, shared_engine
 from .store.tool_group import ToolGroup
 from .stream import Completion, Stream
 from .types import Constraint, Forgotten, Layout, Message, Probe, Sampling, Tool
 
 if TYPE_CHECKING:
+    import httpx
+
     from .document_packs import Arrangement, Document, Learnt
     from .layout import Volatile
 
@@ -41,7 +40,6 @@ Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
 CONNECT_S = 10.0
 RETRY_S = 30.0  # the longest wait for a server that has as many requests as it takes
-_GROUPS = TypeAdapter(tuple[ToolGroup, ...])
 
 
 class RemoteModel:
@@ -102,6 +100,8 @@ class RemoteEngine(ProcessOwned):
     def __init__(self, base_url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         super().__init__()
         told = f"base_url={base_url!r}: must be the address of an `agentcache serve`, such as 'http://127.0.0.1:8787'"
+        self._httpx = httpx = extras.library("httpx", "0.27", "client", "RemoteEngine")
+        extras.library("pydantic", "2.7", "client", "RemoteEngine")
         try:
             url = httpx.URL(base_url)
         except (TypeError, httpx.InvalidURL) as error:
@@ -205,7 +205,7 @@ class RemoteEngine(ProcessOwned):
         self._check_namespace(namespace)
         said = {option: value for option, value in options.items() if value is not None}
         body = {"messages": _plain(messages), "tools": plain_tools(tools), **said}
-        return _GROUPS.validate_python([self._call("POST", "/v1/engine/pin", body)])[0]
+        return reads(tuple[ToolGroup, ...])([self._call("POST", "/v1/engine/pin", body)])[0]
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group of this key; False if there is none of that name."""
@@ -215,7 +215,7 @@ class RemoteEngine(ProcessOwned):
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
         """The tool groups of this key that are pinned now."""
-        return _GROUPS.validate_python(self._call("GET", "/v1/engine/groups", {})["groups"])
+        return reads(tuple[ToolGroup, ...])(self._call("GET", "/v1/engine/groups", {})["groups"])
 
     def forget(
         self, *, namespace: str | None = None, group: str | None = None, session: str | None = None, older_than: float | None = None
@@ -319,7 +319,7 @@ class RemoteEngine(ProcessOwned):
         while True:
             try:
                 response = await self._http.send(request, stream=True)
-            except httpx.TransportError as error:
+            except self._httpx.TransportError as error:
                 told = f"{self._url!r}: no server answers ({error or type(error).__name__}); start one with `agentcache serve MODEL`"
                 raise EngineClosedError(told) from error
             pause = response.headers.get("retry-after", "")

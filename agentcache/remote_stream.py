@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .answer.parser import Delta
@@ -19,7 +17,9 @@ from .events import Chunk, Done, Events
 from .receipt import Receipt
 from .stream import Completion, Stream
 
-_COMPLETION = TypeAdapter(Completion)
+if TYPE_CHECKING:
+    import httpx
+
 _CLOSED = "the stream was closed by its caller"
 _STATUS: dict[int, type[AgentCacheError]] = {503: EngineClosedError}  # of errors that come from the server and not from its engine
 
@@ -96,7 +96,7 @@ async def read(response: httpx.Response, request: RemoteRequest) -> None:
                 raise _error(data, 500)
         if told is None:
             raise GenerationError("the server ended the answer before it was whole")
-        request.completion = _COMPLETION.validate_python(told)
+        request.completion = reads(Completion)(told)
         request.receipt = request.completion.receipt
         events.put(Done())
     except asyncio.CancelledError:
@@ -107,6 +107,14 @@ async def read(response: httpx.Response, request: RemoteRequest) -> None:
         events.put(GenerationError(f"the server's answer broke off: {error or type(error).__name__}"))
     finally:
         await response.aclose()
+
+
+@functools.cache
+def reads(kind: Any) -> Callable[[Any], Any]:
+    """Reader of JSON as that class."""
+    from pydantic import TypeAdapter  # of the extra `client`: all names of the package are had without it
+
+    return TypeAdapter(kind).validate_python
 
 
 def _deltas(data: Mapping[str, Any]) -> tuple[Delta, ...]:

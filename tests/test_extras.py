@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def asked_for() -> list[tuple[str, str, str]]:
 
 def test_releases_are_those_of_the_distribution() -> None:
     listed = read_toml(ROOT / "pyproject.toml", "pyproject.toml")[0]["project"]["optional-dependencies"]
-    assert sorted({name for name, *_ in asked_for()}) == ["datasketch", "fastapi", "llguidance", "peft"]
+    assert sorted({name for name, *_ in asked_for()}) == ["datasketch", "fastapi", "httpx", "llguidance", "peft", "pydantic"]
     for name, oldest, extra in asked_for():
         assert f"{name}>={oldest}" in listed[extra]
 
@@ -59,3 +61,9 @@ def test_the_oldest_accelerate_loads_weights_in_fewer_bits() -> None:
     listed = read_toml(ROOT / "pyproject.toml", "pyproject.toml")[0]["project"]["optional-dependencies"]["bitsandbytes"]
     (oldest,) = re.findall(r"accelerate>=([\d.]+)", " ".join(listed))
     assert Version(oldest) >= Version(import_utils.ACCELERATE_MIN_VERSION)
+
+
+def test_without_its_extra_a_remote_engine_names_it() -> None:
+    said = "import sys; sys.modules['httpx'] = None; from agentcache import RemoteEngine as Remote; Remote('http://127.0.0.1:1')"
+    run = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=120)
+    assert run.stderr.splitlines()[-1].endswith("ConfigError: RemoteEngine: needs httpx; pip install 'agentcache-llm[client]'")

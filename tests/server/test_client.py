@@ -166,7 +166,7 @@ def test_a_diagnosis_is_asked_over_http(remote: RemoteEngine) -> None:
 
 
 def test_a_fault_in_reading_an_answer_reaches_the_caller(remote: RemoteEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_stream, "_COMPLETION", None)
+    monkeypatch.setattr(remote_stream, "reads", None)
     with pytest.raises(GenerationError, match="broke off: 'NoneType'"):
         remote.generate(ASKED, sampling=SHORT)
 
