@@ -120,9 +120,21 @@ def test_next_tokens_of_several_share_forwards_and_keep_their_bits(family: str, 
         assert torch.equal(torch.stack(own), logits)
 
 
+@pytest.fixture(scope="module")
+def zamba2() -> Iterator[Asking]:
+    """A model whose states depend on where pieces end."""
+    made = Asking("zamba2", None)
+    assert made.engine.model.support.alignment > 1
+    yield made
+    made.engine.close()
+
+
 @pytest.mark.parametrize("reuse", ["exact", "off"])
-def test_members_of_a_pack_that_fails_go_on_alone(reuse: Any, hybrids: dict[str, Asking], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, sampling = hybrids["lfm2"], Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
+@pytest.mark.parametrize("family", ["lfm2", "zamba2"])
+def test_members_of_a_pack_that_fails_go_on_alone(
+    family: str, reuse: Any, hybrids: dict[str, Asking], zamba2: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, sampling = {**hybrids, "zamba2": zamba2}[family], Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
     forward, asked, packs = one.engine.model.forward, [[SYSTEM, user(text(60)), user(word)] for word in "ab"], []
     expected = [one(each, tools=(), tokens=60, reuse="off") for each in asked]
 
