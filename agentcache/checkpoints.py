@@ -76,6 +76,12 @@ class LiveState(Protocol):
     def copy(self) -> tuple[torch.Tensor | None, ...]:
         """Copy the states."""
 
+    def save(self) -> None:
+        """Copy the states, to go back to them."""
+
+    def go_back(self) -> int:
+        """Go on from the states saved last; returns after how many tokens that is."""
+
     def restore(self, states: tuple[torch.Tensor | None, ...], length: int) -> None:
         """Go on from copied states after `length` tokens."""
 

@@ -203,6 +203,11 @@ class Sequence:
         self.length, self.exact_until = tokens, min(tokens, self.exact_until)
         self.ahead.clear()
 
+    def take_back(self) -> None:
+        """Go back to the states saved last, where layers have some: these have run tokens that the sequence does not have."""
+        if self.state is not None:
+            self.truncate(self.state.go_back())
+
     def close(self) -> None:
         """Give up the right to append. Written slots stay valid for all who share the pages, which forget this sequence."""
         for page in self.pages:

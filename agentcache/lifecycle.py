@@ -197,6 +197,7 @@ class Lifecycle:
             sequence.truncate(sequence.length)  # masked slots must stay finite
         for token, logits in zip(*drafts, strict=True):
             if not sound or ended is not None or running.ids.all[-1] != token:
+                sequence.take_back()
                 break
             sequence.advance(1)
             running.account.record_drafted()
@@ -337,8 +338,7 @@ class Lifecycle:
 
     def _pin(self, running: Running) -> None:
         """Pin the pages of a prompt that is only filled: before another admission could evict them."""
-        if running.scope is not None and not running.events.cancelled:
-            assert isinstance(running.sequence, Sequence)
+        if isinstance(running.sequence, Sequence) and running.scope is not None and not running.events.cancelled:
             tokens = running.sequence.checkpointed
             running.pinned_pages = self.store.pin(running.scope, running.ids.array(tokens)) if tokens else 0
 

@@ -241,11 +241,6 @@ class Running:
         return len(self.ids) - (self.sequence.length + self.sequence.ahead_tokens if self.sequence else 0)
 
     @property
-    def filling(self) -> bool:
-        """Tell whether more than the token chosen last is to be run."""
-        return not self.filled or self.remaining > 1
-
-    @property
     def grade(self) -> Grade:
         """Grade of the sequence: how near its keys and values are to computed ones."""
         if self.ranges is not None and self.ranges.scope is not None:

@@ -205,6 +205,8 @@ class Runner:
                 planned.append((w, piece, w.ids[at : at + piece.count]))
                 at += piece.count
             w.sequence.reserve_to(planned[-1][1].start + planned[-1][1].count)
+            if w.drafted and w.sequence.state is not None:
+                w.sequence.state.save()
         final = {id(w): piece for w, piece, _ in planned}
         parts, last, at = [], {}, 0
         rows = sorted(planned, key=lambda item: item[1].entry)  # pieces that resume at a higher layer come last

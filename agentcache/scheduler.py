@@ -261,7 +261,7 @@ class Scheduler:
             self._fail(request, CancelledError("the stream was closed by its caller"), "cancelled")
 
     def _start_waiting(self) -> None:
-        filling = any(r.filling and r.remaining > self.chunk_tokens for r in self.live)
+        filling = any(_fills(r) and r.remaining > self.chunk_tokens for r in self.live)
         for request in list(self._waiting):
             try:
                 if self._waits(request) or (filling and self._uncached(request) > self.chunk_tokens):
@@ -327,17 +327,17 @@ class Scheduler:
     # -- one round -------------------------------------------------------------------------------------------------
 
     def _compose(self) -> Pack:
-        decoding = [r for r in self.live if not r.filling]
+        decoding = [r for r in self.live if not _fills(r)]
         if len(decoding) > MAX_DECODING:
             first = self.rounds * MAX_DECODING % len(decoding)
             decoding = (decoding[first:] + decoding[:first])[:MAX_DECODING]
         spare = (DRAFT_ROWS - len(decoding)) // max(1, len(decoding))
-        pack = [(r, r.work(1, draft(self.runner.model, r, spare))) for r in decoding]
+        pack = [(r, r.work(r.remaining, draft(self.runner.model, r, spare))) for r in decoding]
         budget = self.chunk_tokens
         if pack:
             room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
             budget = max(MIN_FILL, min(budget, int(room), self.most_rows - max(len(pack), DRAFT_ROWS)))  # drafts fill up DRAFT_ROWS at most
-        for request in sorted((r for r in self.live if r.filling), key=_fill_order):
+        for request in sorted((r for r in self.live if _fills(r)), key=_fill_order):
             if budget <= 0:
                 request.skipped += 1
                 continue
@@ -353,11 +353,13 @@ class Scheduler:
 
     def _forward(self, pack: Pack) -> None:
         began = time.perf_counter()
+        filled = [len(work.ids) for request, work in pack if _fills(request)]
         outcomes = self.runner.run([work for _, work in pack])
         self.rounds += 1
         for (request, _), outcome in zip(pack, outcomes, strict=True):
             self._deliver(request, outcome)
-        self._smooth_costs([work for _, work in pack], (time.perf_counter() - began) * 1e3)
+        if not any(isinstance(work.sequence, StockSequence) for _, work in pack):
+            self._smooth_costs(sum(filled), len(filled) < len(pack), (time.perf_counter() - began) * 1e3)
 
     def _deliver(self, request: Running, outcome: Outcome) -> None:
         try:
@@ -374,17 +376,18 @@ class Scheduler:
         if ended is not None:
             self._fail(request, ended)
 
-    def _smooth_costs(self, works: list[Work], took: float) -> None:
-        """Smooth the cost of a decoding round and of a prefilled token."""
-        if any(isinstance(work.sequence, StockSequence) for work in works):
-            return
-        filled = sum(len(work.ids) for work in works if len(work.ids) > 1 + work.drafted)
+    def _smooth_costs(self, filled: int, decodes: bool, took: float) -> None:
+        """Smooth the cost of a decoding round and of a prefilled token. filled: tokens of prompts. took: ms of all."""
         if not filled:
             self._decode_ms = took if not self._decode_ms else 0.7 * self._decode_ms + 0.3 * took
         elif filled >= MIN_FILL:
-            decoded = self._decode_ms if any(len(work.ids) == 1 + work.drafted for work in works) else 0.0
-            cost = max(took - decoded, 0.1 * took) / filled
+            cost = max(took - (self._decode_ms if decodes else 0.0), 0.1 * took) / filled
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
+
+
+def _fills(request: Running) -> bool:
+    """Tell whether a prompt is computed: more than tokens that run again with the one chosen last."""
+    return not request.filled or request.remaining > DRAFT_ROWS
 
 
 def _fill_order(request: Running) -> tuple[int, int]:

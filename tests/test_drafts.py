@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Sampling
+from agentcache.bench import families
 from agentcache.drafts import DRAFT_ROWS, DRAFTED_TOKENS, repeated
 from agentcache.errors import ConfigError
 from agentcache.store.keys import as_ids
@@ -57,6 +58,24 @@ def test_tokens_and_bits_are_those_without_drafts(name: str, dtype: torch.dtype)
         hit, found, _ = answer(running, longer, namespace="drafted")
         assert hit.receipt.cached_tokens > drafted.receipt.prompt_tokens
         assert (hit.ids, same(wanted, found)) == (off.ids, True), "pages of a drafted answer are those of any other"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_5_text", FP32), ("falcon_h1", BF16), ("lfm2", FP32)], ids=str)
+def test_states_go_back_where_a_draft_proves_wrong(name: str, dtype: torch.dtype) -> None:
+    with engine(model=families.build(name, dtype)) as running:
+        plain, rows, alone = answer(running, drafts=0, namespace="plain")
+        for namespace in ("drafted", "drafted", "plain"):  # a miss and two hits
+            drafted, others, fewer = answer(running, namespace=namespace)
+            assert (drafted.ids, same(rows, others)) == (plain.ids, True)
+            assert 0 < drafted.receipt.drafted_tokens < TOKENS - 4
+            assert fewer < alone - 8
+        longer = [*ASKED, {"role": "assistant", "content": drafted.text}, {"role": "user", "content": "And then?"}]
+        off, wanted, _ = answer(running, longer, reuse="off", drafts=0)
+        hit, found, _ = answer(running, longer, namespace="drafted")
+        assert (hit.ids, same(wanted, found)) == (off.ids, True)
+        with ThreadPoolExecutor(3) as pool:
+            for together, found, _ in pool.map(lambda n: answer(running, namespace=str(n)), range(3)):
+                assert (together.ids, same(rows, found)) == (plain.ids, True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -99,6 +99,7 @@ class RecurrentState(Cache):
         self.stops: tuple[int, ...] = ()
         self.beside: tuple[Any, ...] = ()
         self._noted: dict[int, dict[tuple[int, str, int], torch.Tensor]] = {}  # by the row; the layer, the kind of state and its number
+        self._saved: tuple[int, list[torch.Tensor | None]] = (0, [])
         self.done: list[Any] = []  # outputs of the layer that runs: of earlier pieces, and of other sequences
         self.earlier = 0  # of them, which come before the one that its module computes
 
@@ -182,6 +183,26 @@ class RecurrentState(Cache):
         kinds = ("conv_states", "recurrent_states")
         layers = self.recurrent.items()
         return [((at, kind, n), state) for at, layer in layers for kind in kinds for n, state in getattr(layer, kind).items()]
+
+    @torch.inference_mode()
+    def save(self) -> None:
+        """Copy the states, to go back to them; into the memory of those saved before."""
+        states, known = self._all(), self._saved[1]
+        if not known:
+            known = [None if state is None else _copied(state) for _, state in states]
+        else:
+            for held, (_, state) in zip(known, states, strict=True):
+                if held is not None and state is not None:
+                    held.copy_(state)
+        self._saved = (self.length, known)
+
+    def go_back(self) -> int:
+        """Go on from the states saved last, which can be done once; returns after how many tokens that is."""
+        length, known = self._saved
+        for n, ((layer, kind, at), state) in enumerate(self._all()):
+            known[n], getattr(self.layers[layer], kind)[at] = state, known[n]
+        self.advance(length - self.length)
+        return length
 
     def restore(self, states: States, length: int) -> None:
         """Go on after `length` tokens, from copies of what `copy` returned then."""
