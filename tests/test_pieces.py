@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache import Sampling
+from agentcache import Sampling, drafts
 from agentcache.model.attention import Part
 from tests.asking import SYSTEM, Asking, by_pieces, user
 
@@ -157,6 +157,31 @@ def test_members_of_a_pack_that_fails_go_on_alone(
         assert "ran alone after a pack of 2 did not fit in memory" in completion.receipt.notes
         assert completion.receipt.bitwise
     assert len(packs) == 1
+
+
+def test_a_short_prompt_whose_pack_failed_runs_again_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tokens would run beside drafts, and a state from before the first token cannot be gone back to."""
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    one, packs, found = Asking("lfm2", None, chat_template=template), list[Any](), [list[torch.Tensor](), list[torch.Tensor]()]
+    forward, asked, sampling = one.engine.model.forward, [[user(word)] for word in "ab"], Sampling(max_tokens=9, ignore_eos=True)
+    expected = [one(each, tools=(), tokens=9, reuse="off")[1] for each in asked]
+
+    def fail(ids: torch.Tensor, parts: list[Part], *some: Any) -> torch.Tensor:
+        done = forward(ids, parts, *some)
+        if len(parts) > 1 and not packs:
+            packs.append(parts)
+            raise RuntimeError("not enough memory")
+        return done
+
+    monkeypatch.setattr(one.engine.model, "forward", fail)
+    monkeypatch.setattr(drafts, "repeated", lambda ids: [1])
+    takes = [lambda logits, own=own: own.append(logits.clone()) for own in found]
+    streams = [one.engine.stream(each, sampling=sampling, on_logits=take, reuse="off") for each, take in zip(asked, takes, strict=True)]
+    for stream, own, logits in zip(streams, found, expected, strict=True):
+        assert stream.completion.receipt.bitwise
+        assert torch.equal(torch.stack(own), logits)
+    assert packs
+    one.engine.close()
 
 
 def test_a_group_as_long_as_its_checkpoint(hybrids: dict[str, Asking]) -> None:
