@@ -110,9 +110,9 @@ def in_text(layout: Layout) -> bool:
     return any(span.kind == "text" for span in layout.spans)
 
 
-def cuts_of(marks: Sequence[int], tokens: int, alignment: int, text: bool = False) -> tuple[int, ...]:
-    """Positions at which the pieces of so many tokens end."""
+def cuts_of(marks: Sequence[int], tokens: int, alignment: int, text: bool = False, decoded: int = 0) -> tuple[int, ...]:
+    """Positions at which the pieces of so many tokens end, and of decoded ones after them, each a piece by itself."""
     if alignment == 1:
         return tuple(marks)
     step = TEXT_TOKENS if text else PAGE_TOKENS
-    return tuple(sorted({*marks, *range(step, tokens, step)}))
+    return tuple(sorted({*marks, *range(step, tokens, step), *range(tokens, tokens + decoded)}))

@@ -24,12 +24,14 @@ DRAFTED_TOKENS = (0, 1, 3, 3, 7)  # tokens that are drafted after a repetition o
 
 def draft(model: HFModel, running: Running, most: int) -> list[int]:
     """At most `most` ids that may follow the last one, fewer by tokens before it that run again. None where bits are not promised, or where
-    states depend on pieces."""
+    states depend on pieces, or run them one by one."""
     sequence, asked, length = running.sequence, running.asked, len(running.ids)
     most = min(most + 1 - running.remaining, asked.sampling.draft_tokens, asked.sampling.max_tokens - running.completion_tokens - 1)
     if most <= 0 or not running.receipt.bitwise or running.ranges is not None or model.experts:  # each row has experts of its own
         return []
-    if not isinstance(sequence, Sequence) or (sequence.state is not None and sequence.state.alignment > 1) or running.scope is None:
+    if not isinstance(sequence, Sequence) or running.scope is None:
+        return []
+    if (state := sequence.state) is not None and (state.alignment > 1 or not state.packs_pieces):
         return []
     if model.regime(length + most) != running.scope.regime:
         return []

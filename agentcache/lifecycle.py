@@ -91,8 +91,8 @@ class Lifecycle:
         if sequence.state is not None:
             from .checkpoints import cuts_of, in_text, marks_of
 
-            marks = marks_of(asked.layout, sequence.state.alignment, whole=asked.fill_only)
-            sequence.cuts = cuts = cuts_of(marks, length, sequence.state.alignment, in_text(asked.layout))
+            marks, known = marks_of(asked.layout, unit := sequence.state.alignment, whole=asked.fill_only), running.completion_tokens
+            sequence.cuts = cuts = cuts_of(marks, length - known, unit, in_text(asked.layout), known)
             sequence.marks = frozenset(marks if asked.reuse != "off" else ())
         found = self.matching.match(running, cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache import Sampling
+from agentcache import Sampling, drafts
 from agentcache.model.attention import Part
 from tests.asking import SYSTEM, Asking, by_pieces, user
 
@@ -120,9 +120,21 @@ def test_next_tokens_of_several_share_forwards_and_keep_their_bits(family: str, 
         assert torch.equal(torch.stack(own), logits)
 
 
+@pytest.fixture(scope="module")
+def zamba2() -> Iterator[Asking]:
+    """A model whose states depend on where pieces end."""
+    made = Asking("zamba2", None)
+    assert made.engine.model.support.alignment > 1
+    yield made
+    made.engine.close()
+
+
 @pytest.mark.parametrize("reuse", ["exact", "off"])
-def test_members_of_a_pack_that_fails_go_on_alone(reuse: Any, hybrids: dict[str, Asking], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, sampling = hybrids["lfm2"], Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
+@pytest.mark.parametrize("family", ["lfm2", "zamba2"])
+def test_members_of_a_pack_that_fails_go_on_alone(
+    family: str, reuse: Any, hybrids: dict[str, Asking], zamba2: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, sampling = {**hybrids, "zamba2": zamba2}[family], Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
     forward, asked, packs = one.engine.model.forward, [[SYSTEM, user(text(60)), user(word)] for word in "ab"], []
     expected = [one(each, tools=(), tokens=60, reuse="off") for each in asked]
 
@@ -145,6 +157,31 @@ def test_members_of_a_pack_that_fails_go_on_alone(reuse: Any, hybrids: dict[str,
         assert "ran alone after a pack of 2 did not fit in memory" in completion.receipt.notes
         assert completion.receipt.bitwise
     assert len(packs) == 1
+
+
+def test_a_short_prompt_whose_pack_failed_runs_again_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tokens would run beside drafts, and a state from before the first token cannot be gone back to."""
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    one, packs, found = Asking("lfm2", None, chat_template=template), list[Any](), [list[torch.Tensor](), list[torch.Tensor]()]
+    forward, asked, sampling = one.engine.model.forward, [[user(word)] for word in "ab"], Sampling(max_tokens=9, ignore_eos=True)
+    expected = [one(each, tools=(), tokens=9, reuse="off")[1] for each in asked]
+
+    def fail(ids: torch.Tensor, parts: list[Part], *some: Any) -> torch.Tensor:
+        done = forward(ids, parts, *some)
+        if len(parts) > 1 and not packs:
+            packs.append(parts)
+            raise RuntimeError("not enough memory")
+        return done
+
+    monkeypatch.setattr(one.engine.model, "forward", fail)
+    monkeypatch.setattr(drafts, "repeated", lambda ids: [1])
+    takes = [lambda logits, own=own: own.append(logits.clone()) for own in found]
+    streams = [one.engine.stream(each, sampling=sampling, on_logits=take, reuse="off") for each, take in zip(asked, takes, strict=True)]
+    for stream, own, logits in zip(streams, found, expected, strict=True):
+        assert stream.completion.receipt.bitwise
+        assert torch.equal(torch.stack(own), logits)
+    assert packs
+    one.engine.close()
 
 
 def test_a_group_as_long_as_its_checkpoint(hybrids: dict[str, Asking]) -> None:
