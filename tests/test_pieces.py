@@ -88,7 +88,7 @@ def test_a_prompt_filled_beside_one_that_decodes(family: str, hybrids: dict[str,
     monkeypatch.setattr("agentcache.scheduler.STEP", 0.0)  # so that time does not matter: the smallest pieces
     one, asked = hybrids[family], [SYSTEM, user(text(90)), assistant(text(30)), user(text(9))]
     engine, expected = one.engine, one(asked, tools=(), reuse="off")[1]
-    with engine.stream([user("x")], sampling=Sampling(max_tokens=400, ignore_eos=True)) as decoding:
+    with engine.stream([user("x")], sampling=Sampling(max_tokens=400, ignore_eos=True, draft_tokens=0)) as decoding:
         next(decoding)
         before = engine.scheduler.rounds
         with mock.patch.object(engine.model, "forward", wraps=engine.model.forward) as forwards:

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from agentcache import scheduler as module
-from agentcache.runner import StockSequence
+from agentcache.kv import Sequence
+from agentcache.kv_spec import KVSpec
+from agentcache.runner import Outcome, StockSequence, Work
 from agentcache.scheduler import MAX_DECODING, MIN_FILL, PATIENCE, Scheduler
 from tests.engines import chat, decode, engine
 
@@ -20,7 +23,7 @@ class Pretender:
     """A request with so many tokens to go."""
 
     remaining: int
-    filling: bool = True
+    filled: bool = False
     skipped: int = 0
     sequence: Any = None
 
@@ -50,7 +53,7 @@ def test_short_prompts_go_first_and_the_budget_holds(idle: Scheduler) -> None:
 
 
 def test_who_decodes_always_goes_and_limits_what_is_filled_beside(idle: Scheduler) -> None:
-    decoding, long = Pretender(1, filling=False), Pretender(5000)
+    decoding, long = Pretender(1, filled=True), Pretender(5000)
     assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "nothing is known about time yet"
     idle.ms_per_token, idle._decode_ms = 1.0, 100.0
     assert compose(idle, long, decoding) == [(decoding, 1), (long, int(100 * (module.STEP - 1)))]
@@ -61,7 +64,7 @@ def test_who_decodes_always_goes_and_limits_what_is_filled_beside(idle: Schedule
 def test_states_that_depend_on_pieces_are_filled_by_their_cuts(idle: Scheduler) -> None:
     idle.ms_per_token, idle._decode_ms = 1.0, 100.0
     for alignment, tokens in ((64, 512), (1, 300)):
-        decoding, long = Pretender(1, filling=False), Pretender(5000, sequence=SimpleNamespace(state=SimpleNamespace(alignment=alignment)))
+        decoding, long = Pretender(1, filled=True), Pretender(5000, sequence=SimpleNamespace(state=SimpleNamespace(alignment=alignment)))
         assert compose(idle, long, decoding) == [(decoding, 1), (long, tokens)]
 
 
@@ -77,7 +80,7 @@ def test_short_prompts_do_not_starve_a_long_one(idle: Scheduler) -> None:
 
 
 def test_more_than_fit_take_turns_to_decode(idle: Scheduler) -> None:
-    many = [Pretender(1, filling=False) for _ in range(MAX_DECODING + 50)]
+    many = [Pretender(1, filled=True) for _ in range(MAX_DECODING + 50)]
     seen: set[int] = set()
     for _ in range(3):
         pack = compose(idle, *many)
@@ -102,22 +105,16 @@ def test_a_long_prompt_waits_for_its_prefix_from_another() -> None:
         assert receipts[1].queue_ms > 0
 
 
-def test_costs_are_learned_from_rounds(idle: Scheduler) -> None:
-    import torch
-
-    from agentcache.kv import Sequence
-    from agentcache.kv_spec import KVSpec
-    from agentcache.runner import Work
-
-    def work(tokens: int) -> Work:
-        return Work(Sequence(KVSpec(1, 1, 2, torch.float32)), [0] * tokens)
-
+def test_costs_are_learned_from_rounds(idle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     idle.ms_per_token = idle._decode_ms = 0.0
-    idle._smooth_costs([work(1)], 40.0)
+    idle._smooth_costs(0, True, 40.0)
     assert idle._decode_ms == 40.0
-    idle._smooth_costs([work(1), work(100)], 240.0)
+    idle._smooth_costs(100, True, 240.0)
     assert idle.ms_per_token == pytest.approx(2.0)
-    idle._smooth_costs([work(50), work(50)], 200.0)
+    idle._smooth_costs(100, False, 200.0)
     assert idle.ms_per_token == pytest.approx(2.0), "nobody decoded in this round"
-    idle._smooth_costs([Work(StockSequence(), [0] * 100)], 9000.0)
-    assert idle.ms_per_token == pytest.approx(2.0)
+    monkeypatch.setattr(idle, "_deliver", lambda *given: None)
+    monkeypatch.setattr(idle.runner, "run", lambda works: [Outcome() for _ in works])
+    for sequence, learned in ((StockSequence(), False), (Sequence(KVSpec(1, 1, 2, torch.float32)), True)):
+        idle._forward([(Pretender(100), Work(sequence, [0] * 100))])  # type: ignore[list-item]
+        assert (idle.ms_per_token != pytest.approx(2.0)) == learned

@@ -77,11 +77,11 @@ def test_a_client_that_leaves_a_loading_model_frees_its_place(path: str, body: d
         served.state.tools.add(Registered("known", "default", "slow", "Answer.", pinned=False))
         with pytest.raises(httpx.ReadTimeout):
             http.post(path, json=body, timeout=0.3)
-        left = wait_until(lambda: not served.state.tenants.running)
-        first = (served.state.models.first.busy, served.state.models.first.state)
+        first = served.state.models.first
+        left = wait_until(lambda: not served.state.tenants.running and not first.busy)
+        assert (left, first.state) == (True, "loading")
         go.set()
-        assert (left, *first) == (True, 0, "loading")
-        assert http.post(path, json=body).status_code == 200
+        assert wait_until(lambda: http.post(path, json=body).status_code == 200), "on a busy machine it comes once its client has left"
 
 
 def test_forgetting_reaches_every_model() -> None:
