@@ -64,7 +64,7 @@ class LiveState(Protocol):
     """States of recurrent layers as one sequence runs."""
 
     length: int
-    packs_pieces: bool  # one forward may run several pieces, and next tokens of several sequences
+    packs_pieces: bool  # one forward may run several pieces, and rows of several sequences
     alignment: int  # checkpoints stand at its multiples; 1: states do not depend on pieces
 
     def copy_at(self, stop: int) -> tuple[torch.Tensor | None, ...] | None:

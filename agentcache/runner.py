@@ -118,7 +118,7 @@ def _pack_of(work: Work) -> int:
     sequence = work.sequence
     if isinstance(sequence, StockSequence) or (state := sequence.state) is None:
         return id(work) if isinstance(sequence, StockSequence) else 0
-    return 1 if state.packs_pieces and sequence.adapter is None and 1 in (state.alignment, len(work.ids)) else id(work)
+    return 1 if state.packs_pieces and sequence.adapter is None and (state.alignment == 1 or len(work.ids) == 1) else id(work)
 
 
 def process_threads() -> int:

@@ -201,7 +201,7 @@ class Scheduler:
         if not (requests or self.idle or self.read_ahead):
             raise error
         log.exception("a fault outside of requests: those that ran have failed, and idle moments do no more work")
-        self.idle, self.read_ahead = [], None
+        self.idle, self.hit_audit, self.read_ahead = [], None, None  # an audit that is never stepped would hold its pages
         for request in requests:
             self._fail(request, as_failure(error, len(request.ids)))
 
