@@ -22,7 +22,8 @@ from .types import PAGE_TOKENS, Layout
 CHECKPOINT_TOKENS = 64  # positions of checkpoints are multiples: kernels of recurrent layers work on chunks of so many tokens
 TEXT_TOKENS = 128  # pieces of a text without messages
 STRIDE_TOKENS = 2048  # between those amid long text
-SHARE = 0.15  # of the bytes of a conversation, that checkpoints may take, but for its tool group's and its last one
+LAST = 3  # of a conversation, stay: after its answer, before that, and where other prompts than the last one would go on
+SHARE = 0.15  # of the bytes of a conversation, that others may take, but for its tool group's
 _LASTING = ("system", "tools", "turn")  # runs of tokens whose ends later prompts have, too
 
 

@@ -158,6 +158,14 @@ class Sequence:
             self.exact_until = self.length
         self._step_over()
 
+    def mark_end(self) -> None:
+        """Make a checkpoint after decoded tokens, if they have a prompt's bits and are so many that computing them again takes long."""
+        from .checkpoints import CHECKPOINT_TOKENS
+
+        if self.state is not None and self.state.alignment == 1 and self.length >= self.checkpointed + CHECKPOINT_TOKENS:
+            self.marks |= {self.length}
+            self._end_piece(self.length, self.state.copy)
+
     def _end_piece(self, at: int, copy: Callable[[], tuple[torch.Tensor | None, ...] | None]) -> None:
         self.piece_ends.append(at)
         if at in self.marks and self.state is not None and (states := copy()) is not None:

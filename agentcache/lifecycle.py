@@ -43,8 +43,8 @@ class Lifecycle:
         running.provenance.weights_hold = False
         running.renewals += 1
         if answered:
-            when = f"after {answered} tokens of the answer"
-            return WeightsChangedError(f"weights, adapters or hooks changed {when}: ask again, and change them between requests")
+            why = f"weights, adapters or hooks changed after {answered} tokens of the answer: ask again, and change them between requests"
+            return WeightsChangedError(why)
         self._release(running)
         running.provenance = Provenance(fingerprint.whole, running.provenance.made)
         running.scope, running.plan, running.prefetch, running.ranges = None, None, None, None
@@ -309,14 +309,15 @@ class Lifecycle:
         sequence, scope, ranges = running.sequence, running.scope, running.ranges
         if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects:
             return True
+        if running.filled:
+            sequence.mark_end()
         length = min(sequence.length, running.covered_tokens)
         if ranges is not None and ranges.scope is not None and ranges.admissible:  # what follows attached segments, in memory only
             count = length - length % PAGE_TOKENS * whole_only
             if not self._admit_pages(running, ranges, ranges.scope, count, running.numerics, sequence.exact_until):
                 return False
         count = min(length, sequence.exact_until) if scope.precision == "exact" else length
-        count -= count % PAGE_TOKENS * whole_only
-        count = min(count, sequence.checkpointed)  # later tokens cannot be attached, and decoded ones have other bits than a prompt's
+        count = min(count - count % PAGE_TOKENS * whole_only, sequence.checkpointed)  # later tokens cannot be attached
         return self._admit_pages(running, running, scope, count, frozenset(running.provenance.numerics))
 
     def _admit_pages(
@@ -338,9 +339,8 @@ class Lifecycle:
 
     def _pin(self, running: Running) -> None:
         """Pin the pages of a prompt that is only filled: before another admission could evict them."""
-        if isinstance(running.sequence, Sequence) and running.scope is not None and not running.events.cancelled:
-            tokens = running.sequence.checkpointed
-            running.pinned_pages = self.store.pin(running.scope, running.ids.array(tokens)) if tokens else 0
+        if isinstance(it := running.sequence, Sequence) and (tokens := it.checkpointed) and running.scope and not running.events.cancelled:
+            running.pinned_pages = self.store.pin(running.scope, running.ids.array(tokens))
 
     def _retract(self, running: Running) -> None:
         """Take back the pages that the request admitted: later requests must not find them."""

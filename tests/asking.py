@@ -56,9 +56,9 @@ class Asking:
         self.engine = Engine(*made, store=store, **options)
 
     def __call__(
-        self, messages: str | Sequence[dict[str, str]], tools: Any = TOOLS, tokens: int = 6, **options: Any
+        self, messages: str | Sequence[dict[str, str]], tools: Any = TOOLS, tokens: int = 6, says: str = "", **options: Any
     ) -> tuple[Completion, torch.Tensor]:
         logits: list[torch.Tensor] = []
-        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True, forced=says)
         said = self.engine.generate(messages, tools, sampling=sampling, on_logits=lambda found: logits.append(found.clone()), **options)
         return said, torch.stack(logits)

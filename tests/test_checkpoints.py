@@ -129,6 +129,39 @@ def test_a_hit_goes_on_from_the_end_of_a_message(
     assert 0 < max(audited) <= hit_audit.CHUNK  # a request that arrives meanwhile does not wait for long
 
 
+@pytest.mark.parametrize("family", [*RECURRENT, "kimi_linear", "jamba"])
+def test_a_long_answer_is_not_computed_again(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
+    one, asked = asking(family, tmp_path / "store"), [SYSTEM, user("What is the tide at Port Averil? " * 3)]
+    for tokens, again in ((CHECKPOINT_TOKENS // 2, CHECKPOINT_TOKENS), (2 * CHECKPOINT_TOKENS, 1)):
+        options: Any = {"namespace": str(tokens)}
+        said, _ = one(asked, tokens=tokens, says="The tide is high, and the wind turns. " * 40, **options)
+        known = said.receipt.prompt_tokens + tokens
+        later = [*asked, said.message, user("Why is it? " * 9)]
+        found, logits = one(later, **options)
+        assert known - again <= found.receipt.cached_tokens < known
+        assert found.receipt.bitwise
+        assert torch.equal(one(later, reuse="off", **options)[1], logits)
+    one.engine.flush()
+    one.engine.close()
+    from_disk, same = asking(family, tmp_path / "store")(later, **options)
+    assert from_disk.receipt.disk_tokens >= known - 1
+    assert torch.equal(same, logits)
+
+
+@pytest.mark.parametrize("answer", [4, 90])
+def test_prompts_behind_one_history_go_on_from_it(answer: int, asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    one, history = asking("qwen3_5_text", None), [SYSTEM]
+    for question in ("What is the tide? ", "And the wind? ", "And the moon? "):
+        history = [*history, user(question * 20)]
+        said, _ = one(history, tokens=answer)
+        history = [*history, said.message]
+    for number in range(3):
+        later, _ = one([*history, user(f"Of these, which is number {number}? " * 5)], tokens=answer)
+        assert later.receipt.cached_tokens >= said.receipt.cached_tokens
+        assert later.receipt.cached_tokens > said.receipt.prompt_tokens - 20
+
+
 @pytest.mark.parametrize("seamless", [True, False])
 def test_what_is_pinned_is_not_computed_again(
     seamless: bool, asking: Callable[..., Asking], tmp_path: Path, request: pytest.FixtureRequest
