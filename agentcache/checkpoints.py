@@ -5,7 +5,7 @@ two rounded down to a multiple of 64. Bits of a state depend on where pieces end
 at the same positions before it. A text without messages has pieces of 128: nobody knows where the next one will end.
 
 A model may have proven that its states do not depend on pieces: then these end at checkpoints alone, which are rounded to no multiple, and
-serve every prompt that begins with the same tokens.
+serve every prompt that begins with the same tokens. Decoded ones are among them: a long answer has a checkpoint at its end.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from .prefix_tree import PrefixTree
 
 
 def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
-    """Keep the last checkpoints of a path, that of its stable prefix, those in which pins end and those of pages lent to its scope; others,
-    newest first, up to SHARE."""
+    """Keep the last LAST checkpoints of a path behind its stable prefix, the prefix's own, those in which pins end and those of pages lent
+    to its scope; others, newest first, up to SHARE."""
     with tree.lock:
         known = [
             (entry, slots, known.bytes)
@@ -22,9 +22,10 @@ def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
         ]
         if not known:
             return
+        behind = [one for one in known[: checkpoints.LAST] if one[0].first + one[1] > prefix_tokens]
         prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
         lent = [entry for entry in path if entry.scope.precision != "exact" and entry.page is not None and tree.eviction.shared(entry)]
-        vital = [one for one in known if one in (*known[: checkpoints.LAST], prefix) or one[0] in lent or one[1] in tree.pins.ends(one[0])]
+        vital = [one for one in known if one in (*behind, prefix) or one[0] in lent or one[1] in tree.pins.ends(one[0])]
         share = checkpoints.SHARE
         room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * share / (1 - share)
         room -= sum(size for _, _, size in vital)
