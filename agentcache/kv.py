@@ -70,7 +70,7 @@ class Sequence:
             if count == PAGE_TOKENS:
                 self.pages.append(Page(self.spec, below=page, shared=layers, owner=self))
             else:
-                self.reserve_to(start + offset + count)
+                self.reserve(start + offset + count - self.length)
                 some = slice(slot, slot + count)
                 for (keys, values), (known_keys, known_values) in zip(self.pages[-1].blocks[:layers], page.blocks[:layers], strict=True):
                     keys[..., some], values[..., some, :] = known_keys[..., some], known_values[..., some, :]
@@ -96,10 +96,6 @@ class Sequence:
         """Make room for `tokens` more; only then may `slots` of that range be written."""
         while len(self.pages) * PAGE_TOKENS < self.length + tokens:
             self.pages.append(Page(self.spec, owner=self))
-
-    def reserve_to(self, position: int) -> None:
-        """Make room up to this position."""
-        self.reserve(position - self.length)
 
     @property
     def ahead_tokens(self) -> int:
@@ -160,11 +156,12 @@ class Sequence:
 
     def mark_end(self) -> None:
         """Make a checkpoint after decoded tokens, if they have a prompt's bits and are so many that computing them again takes long."""
-        from .checkpoints import CHECKPOINT_TOKENS
+        if self.state is not None and self.state.alignment == 1:
+            from .checkpoints import CHECKPOINT_TOKENS
 
-        if self.state is not None and self.state.alignment == 1 and self.length >= self.checkpointed + CHECKPOINT_TOKENS:
-            self.marks |= {self.length}
-            self._end_piece(self.length, self.state.copy)
+            if self.length >= self.checkpointed + CHECKPOINT_TOKENS:
+                self.marks |= {self.length}
+                self._end_piece(self.length, self.state.copy)
 
     def _end_piece(self, at: int, copy: Callable[[], tuple[torch.Tensor | None, ...] | None]) -> None:
         self.piece_ends.append(at)

@@ -204,7 +204,7 @@ class Runner:
             for piece in w.pieces:
                 planned.append((w, piece, w.ids[at : at + piece.count]))
                 at += piece.count
-            w.sequence.reserve_to(planned[-1][1].start + planned[-1][1].count)
+            w.sequence.reserve(planned[-1][1].start + planned[-1][1].count - w.sequence.length)
             if w.drafted and w.sequence.state is not None:
                 w.sequence.state.save()
         final = {id(w): piece for w, piece, _ in planned}

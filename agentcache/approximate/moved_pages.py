@@ -25,7 +25,7 @@ def attach(model: HFModel, sequence: Sequence, ranges: Iterable[Attach], regime:
     for step in ranges:
         start, stop = step.start - step.shift, step.stop - step.shift
         assert step.run is not None
-        sequence.reserve_to(step.stop)
+        sequence.reserve(step.stop - sequence.length)
         for page, slot, count, _ in stored_slots(step.pages, step.base, start, stop):
             _move(model, sequence, step, page, slot, count, regime)
         states = None if step.layers is None else stored_states(step.pages, step.base, step.layers, start, stop)

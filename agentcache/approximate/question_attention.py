@@ -32,7 +32,7 @@ def most_attended(model: HFModel, sequence: PageTable, ids: Sequence[int], steps
     count = round(share * len(whole))
     if not count:
         return []
-    sequence.reserve_to(len(ids))
+    sequence.reserve(len(ids) - sequence.length)
     hidden = []
     for chunk in _packs(_holes(sequence.length, steps, len(ids))):
         parts, offset = [], 0
