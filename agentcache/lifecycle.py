@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
+from .errors import FAULTS, AgentCacheError, CancelledError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .events import Chunk, Done, Progress
 from .kv import Sequence
 from .kv_spec import finite
@@ -304,12 +304,12 @@ class Lifecycle:
             running.account.record_note("weights, adapters or hooks changed while it ran: nothing more of it is kept")
         return running.provenance.weights_hold
 
-    def _admit(self, running: Running, whole_only: bool = False) -> bool:
+    def _admit(self, running: Running, whole_only: bool = False, sound: bool = True) -> bool:
         """Give the store what the sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
         sequence, scope, ranges = running.sequence, running.scope, running.ranges
         if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects:
             return True
-        if running.filled:
+        if running.filled and sound:  # a fault may leave states with tokens that the sequence does not have
             sequence.mark_end()
         length = min(sequence.length, running.covered_tokens)
         if ranges is not None and ranges.scope is not None and ranges.admissible:  # what follows attached segments, in memory only
@@ -374,7 +374,7 @@ class Lifecycle:
         """Finish a request with an error. What it had computed is right all the same and may serve a retry, unless it was not finite."""
         if running.sequence is not None and not isinstance(error, (NonFiniteLogitsError, EngineClosedError)):
             with suppress(*FAULTS):  # the error that is under way is the one to tell
-                self._admit(running)
+                self._admit(running, sound=isinstance(error, CancelledError))
         self._finish(running, reason)
         running.events.put(error)
 

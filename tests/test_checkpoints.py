@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from agentcache import Reason, Sampling, StoreOptions, checkpoints, hit_audit
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
-from agentcache.errors import ConfigError, NonFiniteLogitsError, StoreWarning
+from agentcache.errors import ConfigError, NonFiniteLogitsError, OutOfMemoryError, StoreWarning
 from agentcache.kv import PAGE_TOKENS, Page, Sequence, last_checkpoint
 from agentcache.kv_spec import KVSpec
 from agentcache.lifecycle import Lifecycle
+from agentcache.model.hf import HFModel
 from agentcache.model.recurrent import RecurrentState
 from agentcache.request import Running
 from agentcache.store.disk import blob_io
@@ -146,6 +147,27 @@ def test_a_long_answer_is_not_computed_again(family: str, asking: Callable[..., 
     from_disk, same = asking(family, tmp_path / "store")(later, **options)
     assert from_disk.receipt.disk_tokens >= known - 1
     assert torch.equal(same, logits)
+
+
+def test_an_answer_that_failed_has_no_checkpoint_at_its_end(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, text, says = asking("lfm2", None), "What is the tide? " * 20, "The sea rose, and the wind turned. " * 20
+    forward = HFModel.forward
+
+    def fails_late(model: HFModel, ids: torch.Tensor, parts: list[Any], *rest: Any) -> torch.Tensor:
+        logits = forward(model, ids, parts, *rest)
+        if parts[0].start > short.receipt.prompt_tokens + CHECKPOINT_TOKENS:
+            raise MemoryError
+        return logits
+
+    _, wanted = one(text + says, (), reuse="off")
+    short, _ = one(text, (), reuse="off")
+    monkeypatch.setattr(HFModel, "forward", fails_late)
+    with pytest.raises(OutOfMemoryError):
+        one(text, (), tokens=200, says=says)
+    monkeypatch.setattr(HFModel, "forward", forward)
+    found, logits = one(text + says, ())
+    assert found.receipt.cached_tokens > 0
+    assert torch.equal(wanted, logits)
 
 
 @pytest.mark.parametrize("answer", [4, 90])
