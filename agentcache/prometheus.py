@@ -6,12 +6,14 @@ Needs prometheus-client, of the extra `server`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-
+from . import extras
 from .counters import BOUNDS
 from .engine import Engine
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 COUNTS = {
     "requests": ("agentcache_requests", "Requests that ended, by finish reason", "state"),
@@ -35,11 +37,12 @@ class EngineCollector:
 
     def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
         self._engines = engines
+        self._metrics = extras.library("prometheus_client", "0.20", "server", "EngineCollector").metrics_core
 
     def collect(self) -> Iterable[Metric]:
         """All counters of engines that are open now."""
         told = {name: engine.stats() for name, engine in self._engines().items()}
-        for kind, families in ((CounterMetricFamily, COUNTS), (GaugeMetricFamily, GAUGES)):
+        for kind, families in ((self._metrics.CounterMetricFamily, COUNTS), (self._metrics.GaugeMetricFamily, GAUGES)):
             for family, (metric, about, label) in families.items():
                 found = kind(metric, about, labels=["model", label])
                 for name, stats in told.items():
@@ -47,7 +50,7 @@ class EngineCollector:
                         found.add_metric([name, value], count)
                 yield found
         for family, (metric, about) in HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(metric, about, labels=["model"])
+            histogram = self._metrics.HistogramMetricFamily(metric, about, labels=["model"])
             for name, stats in told.items():
                 counts, below, buckets = stats.get(family, {}), 0.0, []
                 for bound in BOUNDS[family]:

@@ -2,7 +2,9 @@
 
     python examples/llamaindex_function_agent.py MODEL
 
-MODEL is a Hugging Face id or a folder of a tool-calling chat model. Needs `pip install llama-index-llms-agentcache`.
+MODEL is a Hugging Face id or a folder of a tool-calling chat model. Not `embedded`: it was taught other wordings, and repeats
+itself within a call of this conversation up to `max_tokens`, which ends in NoToolCallError. llamaindex_react_agent.py suits it.
+Needs `pip install llama-index-llms-agentcache`.
 """
 
 from __future__ import annotations

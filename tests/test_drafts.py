@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from agentcache import Constraint, Engine, Sampling
 from agentcache.bench import families
 from agentcache.drafts import DRAFT_ROWS, DRAFTED_TOKENS, repeated
 from agentcache.errors import ConfigError
+from agentcache.model.kernels import jit
 from agentcache.store.keys import as_ids
 from agentcache.types import PAGE_TOKENS
-from tests import models
+from tests import models, saved_adapters
 from tests.engines import TOOLS, Spy, chat, check_store, decode, engine, long_text
 from tests.families import DENSE
 
@@ -60,22 +62,46 @@ def test_tokens_and_bits_are_those_without_drafts(name: str, dtype: torch.dtype)
         assert (hit.ids, same(wanted, found)) == (off.ids, True), "pages of a drafted answer are those of any other"
 
 
+def check_states_go_back(running: Engine, **options: Any) -> None:
+    """Check bits, pages and checkpoints of answers of which some drafts prove right and some wrong."""
+    plain, rows, alone = answer(running, drafts=0, namespace="plain", **options)
+    for namespace in ("drafted", "drafted", "plain"):  # a miss and two hits
+        drafted, others, fewer = answer(running, namespace=namespace, **options)
+        assert (drafted.ids, same(rows, others)) == (plain.ids, True)
+        assert 0 < drafted.receipt.drafted_tokens < TOKENS - 4
+        assert fewer < alone - 8
+    longer = [*ASKED, {"role": "assistant", "content": drafted.text}, {"role": "user", "content": "And then?"}]
+    off, wanted, _ = answer(running, longer, reuse="off", drafts=0, **options)
+    hit, found, _ = answer(running, longer, namespace="drafted", **options)
+    assert (hit.ids, same(wanted, found)) == (off.ids, True)
+    with ThreadPoolExecutor(3) as pool:
+        for together, found, _ in pool.map(lambda n: answer(running, namespace=str(n), **options), range(3)):
+            assert (together.ids, same(rows, found)) == (plain.ids, True)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3_5_text", FP32), ("falcon_h1", BF16), ("lfm2", FP32)], ids=str)
 def test_states_go_back_where_a_draft_proves_wrong(name: str, dtype: torch.dtype) -> None:
     with engine(model=families.build(name, dtype)) as running:
-        plain, rows, alone = answer(running, drafts=0, namespace="plain")
-        for namespace in ("drafted", "drafted", "plain"):  # a miss and two hits
-            drafted, others, fewer = answer(running, namespace=namespace)
-            assert (drafted.ids, same(rows, others)) == (plain.ids, True)
-            assert 0 < drafted.receipt.drafted_tokens < TOKENS - 4
-            assert fewer < alone - 8
-        longer = [*ASKED, {"role": "assistant", "content": drafted.text}, {"role": "user", "content": "And then?"}]
-        off, wanted, _ = answer(running, longer, reuse="off", drafts=0)
-        hit, found, _ = answer(running, longer, namespace="drafted")
-        assert (hit.ids, same(wanted, found)) == (off.ids, True)
-        with ThreadPoolExecutor(3) as pool:
-            for together, found, _ in pool.map(lambda n: answer(running, namespace=str(n)), range(3)):
-                assert (together.ids, same(rows, found)) == (plain.ids, True)
+        check_states_go_back(running)
+
+
+@pytest.mark.parametrize(("name", "target"), [("qwen3_5_text", "in_proj_qkv"), ("lfm2", "in_proj"), ("falcon_h1", "in_proj")])
+def test_states_go_back_under_an_adapter(name: str, target: str, tmp_path: Path) -> None:
+    folder = saved_adapters.save_for(families.build(name), tmp_path, target_modules=[target, "v_proj"])
+    with engine(model=families.build(name)) as running:
+        running.add_adapter("one", folder)
+        check_states_go_back(running, adapter="one")
+        assert not same(answer(running, adapter="one")[1], answer(running)[1])
+
+
+@pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_5_text", BF16), ("falcon_h1", FP32), ("lfm2", BF16)], ids=str)
+def test_states_go_back_with_int8_weights(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    families.build(name, dtype).save_pretrained(tmp_path)
+    models.toy_tokenizer().save_pretrained(tmp_path)
+    with Engine(str(tmp_path), store=None, weights="int8", dtype=dtype) as running:
+        check_states_go_back(running)
+        assert answer(running)[0].receipt.weights == "int8"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -29,9 +29,10 @@ def asked_for() -> list[tuple[str, str, str]]:
 
 def test_releases_are_those_of_the_distribution() -> None:
     listed = read_toml(ROOT / "pyproject.toml", "pyproject.toml")[0]["project"]["optional-dependencies"]
-    assert sorted({name for name, *_ in asked_for()}) == ["datasketch", "fastapi", "httpx", "llguidance", "peft", "pydantic"]
+    names = {name for name, *_ in asked_for()}
+    assert sorted(names) == ["datasketch", "fastapi", "httpx", "llguidance", "peft", "prometheus_client", "pydantic"]
     for name, oldest, extra in asked_for():
-        assert f"{name}>={oldest}" in listed[extra]
+        assert f"{name.replace('_', '-')}>={oldest}" in listed[extra]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,16 @@ def test_the_oldest_accelerate_loads_weights_in_fewer_bits() -> None:
     assert Version(oldest) >= Version(import_utils.ACCELERATE_MIN_VERSION)
 
 
-def test_without_its_extra_a_remote_engine_names_it() -> None:
-    said = "import sys; sys.modules['httpx'] = None; from agentcache import RemoteEngine as Remote; Remote('http://127.0.0.1:1')"
+@pytest.mark.parametrize(
+    ("missing", "extra", "program"),
+    [
+        ("httpx", "client", "from agentcache import RemoteEngine; RemoteEngine('http://127.0.0.1:1')"),
+        ("prometheus_client", "server", "from agentcache.prometheus import EngineCollector; EngineCollector(dict)"),
+    ],
+)
+def test_a_class_names_the_extra_that_it_lacks(missing: str, extra: str, program: str) -> None:
+    said = f"import sys; sys.modules[{missing!r}] = None; {program}"
     run = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=120)
-    assert run.stderr.splitlines()[-1].endswith("ConfigError: RemoteEngine: needs httpx; pip install 'agentcache-llm[client]'")
+    last = run.stderr.splitlines()[-1]
+    assert "ConfigError: " in last
+    assert last.endswith(f": needs {missing}; pip install 'agentcache-llm[{extra}]'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,6 +140,9 @@ def serve(
     """Many agents at one server: first tokens and tokens per second. Over HTTP, in process, and from transformers serve."""
     try:
         from . import serve as bench
+
+        for needed in ("fastapi", "prometheus_client", "uvicorn"):  # by the server, which starts after the first measurement
+            import_module(needed)
     except ImportError as error:
         raise ConfigError(f"bench serve: {error.name!r} is missing: pip install 'agentcache-llm[client,server]'") from error
     from . import report

@@ -87,7 +87,7 @@ class Gate:
             await _response(ServerError(400, "content-length is no number"), scope)(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # as monitors ask; the socket's server leaves out the body
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", "head": True}
         await self._app(scope, self._bounded(receive), send)
 
     def _check_host(self, host: str) -> None:

@@ -348,7 +348,7 @@ async def receipt(identity: str, state: Serving, tenant: Caller) -> Response:
 
 
 @router.get("/events", tags=["cache"], responses=EVENTS)
-async def events(state: Serving, tenant: Caller) -> Response:
+async def events(request: Request, state: Serving, tenant: Caller) -> Response:
     """The status again and again, as server-sent events: whenever a request begins or ends, and while a model loads."""
 
     async def told() -> AsyncIterator[str]:
@@ -356,6 +356,8 @@ async def events(state: Serving, tenant: Caller) -> Response:
             seen = state.records.changes
             loading = any(model.state == "loading" for model in state.models.all)
             yield sse(_status(state, tenant, 20), "status")
+            if "head" in request.scope:
+                return
             await asyncio.sleep(CALM_S)
             for _ in range(1 if loading else 15):
                 if seen == state.records.changes and not state.closing.is_set():

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("uvicorn")
 
+from agentcache import Engine
 from agentcache.bench import cli, servers
 from agentcache.bench.serve import Told, figures
 from agentcache.errors import ConfigError
@@ -62,10 +63,12 @@ def test_a_server_that_ends_says_why() -> None:
         pass
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "httpx", None)
+@pytest.mark.parametrize("missing", ["httpx", "fastapi", "prometheus_client", "uvicorn"])
+def test_a_missing_library_is_named_before_anything_is_measured(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "agentcache.bench.serve")
     monkeypatch.delattr("agentcache.bench.serve")
+    monkeypatch.delattr(Engine, "stream")
     done = CliRunner().invoke(cli.app, ["serve"])
     assert done.exit_code == 1
-    assert "'httpx' is missing: pip install 'agentcache-llm[client,server]'" in done.output
+    assert f"'{missing}' is missing: pip install 'agentcache-llm[client,server]'" in done.output

@@ -92,6 +92,14 @@ def test_monitors_ask_for_heads(served: Served, path: str) -> None:
     assert head.headers["content-length"] == whole.headers["content-length"]
 
 
+def test_the_head_of_what_never_ends_does(served: Served) -> None:
+    with served.client(timeout=20) as http:
+        head = http.head("/events")
+        assert http.get("/health").status_code == 200, "over the same connection, which is free again"
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"].startswith("text/event-stream")
+
+
 @pytest.mark.parametrize("path", ["/tools", "/v1/engine/pin"])
 def test_a_time_without_end_is_refused(served: Served, path: str) -> None:
     body = (

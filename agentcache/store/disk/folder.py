@@ -158,7 +158,7 @@ class Folder:
 def _prepare(place: Path, create: bool, secret: bytes | None) -> bool:
     """Make missing files, check the rest; True if the folder can be written."""
     if create:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)  # by the umask: stores of other users may lie there, too
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
     made = os.path.lexists(place / "format")
