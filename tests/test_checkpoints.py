@@ -28,6 +28,7 @@ from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Layout, Span
 from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.engines import wait_until
+from tests.store.stored_pages import read_page
 
 RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba", "mamba2"]
 
@@ -182,6 +183,32 @@ def test_prompts_behind_one_history_go_on_from_it(answer: int, asking: Callable[
         later, _ = one([*history, user(f"Of these, which is number {number}? " * 5)], tokens=answer)
         assert later.receipt.cached_tokens >= said.receipt.cached_tokens
         assert later.receipt.cached_tokens > said.receipt.prompt_tokens - 20
+
+
+def test_the_disk_has_the_last_checkpoint_and_a_pinned_one(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    one, history = asking("qwen3_5_text", tmp_path / "store"), [SYSTEM]
+    for question in ("What is the tide? ", "And the wind? ", "And the moon? ", "And the sun? "):
+        history = [*history, user(question * 20)]
+        one(history)
+        ends = [span.stop for span in one.engine.renderer.render(history, TOOLS).spans if span.kind == "turn"]
+        history = [*history, {"role": "assistant", "content": "Yes."}]
+        assert one.engine.flush()
+    disk, tree = one.engine.store.disk, one.engine.store.tree
+    assert disk is not None
+
+    def stored() -> list[int]:
+        read = [(512 * row.place, read_page(disk.folder, row).checkpoints) for row in disk.index.rows()]
+        return sorted({first + slots for first, known in read for slots in known})
+
+    held = sorted(entry.first + slots for entry in tree.entries() if entry.page for slots in entry.page.checkpoints)
+    assert held[-3:] == ends[-3:]
+    assert stored() == [held[0], ends[-1]]
+    assert one.engine.pin(history[:6], TOOLS).prefix_tokens == ends[-3]
+    assert one.engine.flush()
+    assert stored() == [held[0], ends[-3], ends[-1]]
 
 
 @pytest.mark.parametrize("seamless", [True, False])

@@ -293,6 +293,8 @@ class Store:
         pages, name = self.tree.pin(scope, ids), scope.pin_name(ids)
         if pages and (disk := self.disk):
             path = self.tree.path(scope, ids)
+            if path and (slots := len(ids) - path[-1].first) in path[-1].passing:  # its checkpoint is to be on disk now
+                path[-1].passing, path[-1].row, path[-1].rewritten = path[-1].passing - {slots}, 0, True
             disk.writer.offer(path, settled=True)
             disk.writer.after(lambda: disk.pin(name, path))
         return pages

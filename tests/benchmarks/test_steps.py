@@ -89,8 +89,8 @@ def test_bytes_of_checkpoints_after_some_steps(tmp_path: Path, monkeypatch: pyte
     model = families.build("qwen3_5_text", max_position_embeddings=16384)
     with Engine(model, models.toy_tokenizer(), store=StoreOptions(tmp_path / "store", refuse_slow=False)) as engine:
         found = steps_parts.checkpoints(engine)
-    assert found["memory_count"] == 2  # of the group, and the last one
-    assert 0 < found["group_bytes"] < found["memory_bytes"] + 1024 < found["disk_bytes"] + 2048
+    assert found["memory_count"] == 1 + checkpoints.LAST  # of the group, and the last ones
+    assert 0 < found["group_bytes"] < found["disk_bytes"] < found["memory_bytes"]
     assert 0 < found["memory_share"] < 1
     assert 0 < found["disk_share"] < 1
     assert [column.header for column in steps.tables({"checkpoints": found})[0].columns][-1] == "of disk"

@@ -193,9 +193,9 @@ class DiskTier:
         fingerprint, row = entry.scope.fingerprint, self._row(pending)
         known = self.index.row(pending.key, fingerprint, row.precision)
         if known is not None and not known.bad:
-            if entry.thinned and known.numerics == pending.numerics:
-                self._thin(known, pending)
-            entry.thinned = False
+            if entry.rewritten and known.numerics == pending.numerics:
+                self._rewrite(known, pending, parent)
+            entry.rewritten = False
             blob_files.remove(self.folder, self.index.promote([known.id], pending.role))
             return known.id, "known"
         need = plan(row, self.folder.encrypted).bytes
@@ -213,10 +213,10 @@ class DiskTier:
         found = self.index.row(pending.key, fingerprint, row.precision)
         return (found.id, "written") if found else (0, "evicted")  # at once, by another process that needed room
 
-    def _thin(self, known: Row, pending: PendingWrite) -> None:
-        """Write a page once more, without the checkpoints that memory has dropped; its row names the new blob."""
-        packed = pending.checkpoint_bytes
-        if packed >= known.checkpoint_bytes or not self.writer.budget.take(known.bytes - known.checkpoint_bytes + packed):
+    def _rewrite(self, known: Row, pending: PendingWrite, parent: Entry) -> None:
+        """Write a page once more, if it is to have other checkpoints than on disk; its row names the new blob."""
+        more = pending.checkpoint_bytes - known.checkpoint_bytes
+        if not more or not self._make_room(max(0, more), parent) or not self.writer.budget.take(known.bytes + more):
             return
         spare = written = blob_io.write(self.folder, known, pending.page, pending.checkpoints)
         try:

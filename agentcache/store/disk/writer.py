@@ -134,17 +134,18 @@ class Writer:
                     self._used[entry.row] = entry
                     continue
                 page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
+                checkpoints = {slots: one for slots, one in (page.checkpoints if page else {}).items() if slots not in entry.passing}
                 if (known := self._pending.get((entry.scope, key))) is not None:
                     known.role = max(known.role, entry.role)
                     if known.page is page is not None:  # a checkpoint of other pieces may have come: both or none
-                        known.numerics, known.checkpoints = numerics, page.checkpoints
+                        known.numerics, known.checkpoints = numerics, checkpoints
                 if page is None or (known is not None and not settled):
                     continue
                 for shorter in [p for p in self._pending.values() if p.entry is entry and not p.settled]:
                     del self._pending[shorter.name]
                 whole = settled or len(ids) == PAGE_TOKENS
                 due = now if whole else now + SETTLE_S
-                number, role, checkpoints = next(self._numbers), entry.role, page.checkpoints
+                number, role = next(self._numbers), entry.role
                 new = PendingWrite(entry, ids, page, key, due, number, now, whole, role, numerics, checkpoints, generation)
                 self._pending[new.name] = new
             self._bound()

@@ -10,8 +10,8 @@ from .prefix_tree import PrefixTree
 
 
 def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
-    """Keep the last LAST checkpoints of a path behind its stable prefix, the prefix's own, those in which pins end and those of pages lent
-    to its scope; others, newest first, up to SHARE."""
+    """Keep the last checkpoint of a path, that of its stable prefix, those in which pins end and those of pages lent to its scope; others,
+    newest first, up to SHARE. Memory alone keeps the last LAST behind the prefix, too: on disk each would be written, and soon removed."""
     with tree.lock:
         known = [
             (entry, slots, known.bytes)
@@ -25,15 +25,19 @@ def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
         behind = [one for one in known[: checkpoints.LAST] if one[0].first + one[1] > prefix_tokens]
         prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
         lent = [entry for entry in path if entry.scope.precision != "exact" and entry.page is not None and tree.eviction.shared(entry)]
-        vital = [one for one in known if one in (*behind, prefix) or one[0] in lent or one[1] in tree.pins.ends(one[0])]
+        vital = [one for one in known if one in (known[0], prefix) or one[0] in lent or one[1] in tree.pins.ends(one[0])]
         share = checkpoints.SHARE
         room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * share / (1 - share)
         room -= sum(size for _, _, size in vital)
         for entry, slots, size in known:
-            if (entry, slots, size) in vital:
-                continue
-            room -= size
-            if room < 0 and entry.page is not None:
+            assert entry.page is not None
+            lasts = (entry, slots, size) in vital
+            if not lasts:
+                room -= size
+                lasts = room >= 0
+            if not lasts and (entry, slots, size) not in behind:
                 entry.page.checkpoints = {at: one for at, one in entry.page.checkpoints.items() if at != slots}
                 tree.eviction.replace(entry, entry.page)
-                entry.row, entry.thinned = 0, True  # it is offered to the disk again
+            if lasts is (slots in entry.passing):
+                entry.passing ^= {slots}
+                entry.row, entry.rewritten = 0, True  # it is offered to the disk again
