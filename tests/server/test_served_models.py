@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 from typer.testing import CliRunner
 
 from agentcache import Engine
@@ -123,7 +124,7 @@ def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> Non
         waits.append(seconds)
 
     async def told() -> list[str]:
-        said: AsyncIterator[Any] = (await events(state, state.tenants.of(""))).body_iterator  # type: ignore[attr-defined]
+        said: AsyncIterator[Any] = (await events(Request({"type": "http"}), state, state.tenants.of(""))).body_iterator  # type: ignore[attr-defined]
         model.state = "loading"
         first = await anext(said)
         model.state = "ready"
