@@ -39,12 +39,13 @@ class Checkpoint:
     """Copies of the states of all recurrent layers after one token; a state that a layer does not have is None.
 
     cuts: positions at which the pieces ended that led to it, its own the last; none where it does not depend on them.
-    file: whose mapped memory the states lie in, None if it is their own.
+    file: whose mapped memory the states lie in, None if it is their own. decoded: it ends an answer, which prompts may show otherwise.
     """
 
     states: tuple[torch.Tensor | None, ...]
     cuts: tuple[int, ...]
     file: File | None = None
+    decoded: bool = False
 
     @property
     def bytes(self) -> int:

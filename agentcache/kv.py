@@ -160,16 +160,16 @@ class Sequence:
             from .checkpoints import CHECKPOINT_TOKENS
 
             if self.length >= self.checkpointed + CHECKPOINT_TOKENS:
-                self.marks |= {self.length}
-                self._end_piece(self.length, self.state.copy)
+                self._end_piece(self.length, self.state.copy, decoded=True)
 
-    def _end_piece(self, at: int, copy: Callable[[], tuple[torch.Tensor | None, ...] | None]) -> None:
+    def _end_piece(self, at: int, copy: Callable[[], tuple[torch.Tensor | None, ...] | None], decoded: bool = False) -> None:
         self.piece_ends.append(at)
-        if at in self.marks and self.state is not None and (states := copy()) is not None:
+        if (decoded or at in self.marks) and self.state is not None and (states := copy()) is not None:
             from .checkpoints import Checkpoint
 
             page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
-            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states, tuple(self.piece_ends) if self.state.alignment > 1 else ())}
+            cuts = tuple(self.piece_ends) if self.state.alignment > 1 else ()
+            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states, cuts, decoded=decoded)}
 
     @property
     def junction(self) -> Ahead | None:

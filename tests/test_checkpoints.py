@@ -185,6 +185,20 @@ def test_prompts_behind_one_history_go_on_from_it(answer: int, asking: Callable[
         assert later.receipt.cached_tokens > said.receipt.prompt_tokens - 20
 
 
+def test_a_later_process_may_show_a_long_answer_otherwise(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates leave out thoughts."""
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    one, asked = asking("qwen3_5_text", tmp_path / "store"), [SYSTEM, user("What is the tide? " * 40)]
+    one(asked, tokens=2 * CHECKPOINT_TOKENS, says="The tide is high. " * 80)
+    end = max(span.stop for span in one.engine.renderer.render(asked, TOOLS).spans if span.kind == "turn")
+    assert one.engine.flush()
+    one.engine.close()
+    later = [*asked, {"role": "assistant", "content": "High."}, user("Why?")]
+    assert asking("qwen3_5_text", tmp_path / "store")(later)[0].receipt.disk_tokens == end
+
+
 def test_the_disk_has_the_last_checkpoint_and_a_pinned_one(
     asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
