@@ -11,6 +11,8 @@ second-level cache, and read from there for six rows at a time, whose chains are
 
 from __future__ import annotations
 
+import itertools
+
 from .ir import Code, Value, Values, transposed
 from .linear_few import BYTES, CHAIN
 from .linear_transposed import AHEAD, Words
@@ -140,16 +142,14 @@ class _Product:
         target = self.panel.at("i32", first * (self.pitch * code.lanes))
         numbers = self.numbers
 
-        @code.loop(self.span, numbers * code.lanes)
+        @code.loop(self.span, 64 // BYTES[self.word])  # a line of memory, read whole: rows may lie on each other in the cache
         def _(k: Value) -> None:
-            for vector in range(self.vectors):
-                lines = []
-                for n in range(vector * code.lanes, (vector + 1) * code.lanes):
-                    at = k + self.words * n
-                    lines.append(source.at(self.word, at).load(code.words, 2))
+            for vector, part in itertools.product(range(self.vectors), range(0, 64 // BYTES[self.word], numbers * code.lanes)):
+                outs = range(vector * code.lanes, (vector + 1) * code.lanes)
+                lines = [source.at(self.word, k + part + self.words * n).load(code.words, 2) for n in outs]
                 for j, loaded in enumerate(transposed(lines)):
-                    for part, word in enumerate(self._parts(loaded)):
-                        step, lane = divmod(j * numbers + part, code.lanes)
+                    for n, word in enumerate(self._parts(loaded)):
+                        step, lane = divmod(part + j * numbers + n, code.lanes)
                         at = (self.pitch * lane + k // code.lanes + step) * self.group + vector * code.lanes
                         target.at("i32", at).store(word)
 
