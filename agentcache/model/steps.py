@@ -150,7 +150,7 @@ def hidden_states(
     """
     decoder = model.model
     if layers is None and (compiled := _compiled(model, batch)):
-        return _few(decoder, ids, cos, sin, batch, compiled)[torch.tensor(wanted, dtype=torch.long)]
+        return _by_programs(decoder, ids, cos, sin, batch, wanted, compiled)
     chosen = wanted if isinstance(wanted, torch.Tensor) else torch.tensor(wanted, dtype=torch.long, device=ids.device)
     x = decoder.embed_tokens(ids)
     all_cos, all_sin = cos[:, None], sin[:, None]
@@ -209,7 +209,8 @@ def _only(batch: Batch, row: int, offset: int) -> Part:
 
 
 def _compiled(model: Any, batch: Batch) -> Programs | None:
-    """Compiled layers for these rows, if they are few, start at the bottom, and their operations have the bits of the ordinary ones."""
+    """Compiled layers for these rows, if they are not too many, start at the bottom, and their operations have the bits of the ordinary
+    ones."""
     kernel = batch.numerics.kernel
     pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight, model.dtype)
     if batch.later or batch.acting or pairs is None:
@@ -219,28 +220,34 @@ def _compiled(model: Any, batch: Batch) -> Programs | None:
     return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, batch=batch))
 
 
-def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, compiled: Programs) -> torch.Tensor:
+def _by_programs(
+    decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: Any, compiled: Programs
+) -> torch.Tensor:
     """`hidden_states` by compiled layers. Rows need no padding here: each is computed by itself."""
-    rows = sum(part.count for part in batch.parts)
-    for mine, given in ((compiled.x, decoder.embed_tokens(ids[:rows])), (compiled.cos, cos[:rows]), (compiled.sin, sin[:rows])):
-        mine[:rows] = given
-    gate = None
+    rows, last, gate = compiled.rows, len(decoder.layers) - 1, None
+    chosen = torch.tensor(wanted, dtype=torch.long)
+    x, query, key, value = (of[:rows] for of in (compiled.x, compiled.query, compiled.key, compiled.value))
+    for mine, given in ((x, decoder.embed_tokens(ids[:rows])), (compiled.cos, cos), (compiled.sin, sin)):
+        mine[:rows] = given[:rows]
     for index, layer in enumerate(decoder.layers):
-        compiled.enter(index, gate)  # x: the input of this layer from here on
+        top = index == last and 2 * len(wanted) < rows
+        compiled.enter(index, gate, not top)  # x: the input of this layer from here on
         for part in batch.parts:
             if index in part.sequence.spec.boundaries:
-                part.sequence.keep_states(index, part.start, compiled.x[part.offset : part.offset + part.count])
+                part.sequence.keep_states(index, part.start, x[part.offset : part.offset + part.count])
+        if top:
+            return rms_norm(decoder.norm, _top(layer, index, x, cos[:rows, None], sin[:rows, None], batch, chosen))
         block = layer.self_attn
-        out = mix(batch, index, compiled.query, compiled.key, compiled.value, Attention(block.scaling, window(block)))
+        out = mix(batch, index, query, key, value, Attention(block.scaling, window(block)))
         compiled.middle(index, out)
-        gate = elementwise(layer.mlp.act_fn, compiled.gate)
+        gate = elementwise(layer.mlp.act_fn, compiled.gate[:rows])
     compiled.enter(len(decoder.layers), gate)
-    return rms_norm(decoder.norm, compiled.x[:rows])
+    return rms_norm(decoder.norm, x[chosen])
 
 
 def _agrees(compiled: Programs, layer: Any, batch: Batch) -> bool:
     """Whether a first layer's compiled functions give the bits of the ordinary operations, on numbers of many sizes."""
-    sizes, rows, kernel = compiled.sizes, max(2, compiled.rows), batch.numerics.kernel
+    sizes, rows, kernel = compiled.sizes, compiled.rows, batch.numerics.kernel
     random = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -251,20 +258,20 @@ def _agrees(compiled: Programs, layer: Any, batch: Batch) -> bool:
     x, attended = numbers(rows, sizes.hidden), numbers(rows, sizes.heads, sizes.dim)
     cos, sin = numbers(rows, 1, sizes.dim), numbers(rows, 1, sizes.dim)
     for mine, given in ((compiled.x, x), (compiled.cos, cos[:, 0]), (compiled.sin, sin[:, 0])):
-        mine.copy_(given[: compiled.rows])
+        mine[:rows] = given
     compiled.enter(0)
-    found = [compiled.query.clone(), compiled.key.clone(), compiled.value.clone()]
-    compiled.middle(0, attended[: compiled.rows].contiguous())
-    found += [compiled.x.clone(), compiled.gate.clone()]
-    activated = elementwise(layer.mlp.act_fn, compiled.gate)
+    found = [part[:rows].clone() for part in (compiled.query, compiled.key, compiled.value)]
+    compiled.middle(0, attended)
+    found += [compiled.x[:rows].clone(), compiled.gate[:rows].clone()]
+    activated = elementwise(layer.mlp.act_fn, compiled.gate[:rows])
     compiled.enter(1, activated)
     block, mlp = layer.self_attn, layer.mlp
     expected = list(_projected(batch, block, rms_norm(layer.input_layernorm, x), cos, sin))
     x = x + linear(kernel, attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
     gate, up = linears(kernel, rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
     expected += [x, gate, x + linear(kernel, elementwise(mlp.act_fn, gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
-    pairs = zip([*found, compiled.x], expected, strict=True)
-    return all(torch.allclose(one, other[: compiled.rows], rtol=0, atol=0, equal_nan=True) for one, other in pairs)
+    pairs = zip([*found, compiled.x[:rows]], expected, strict=True)
+    return all(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in pairs)
 
 
 _LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}

@@ -17,7 +17,7 @@ operations, and are tried on this machine before they are used.
     of packed weights, by oneDNN  fp32                                2 - 16    linear_library.py packing_agrees
     norms, rotary angles          16-bit, fp32                        any       norm_rope.py      norms_agree, heads_agree
     attention                     16-bit, fp32                        any       paged_attention.py  numerics.py: only row purity
-    layers of a decoding step     of compiled products                1 - 8     layer.py          steps.py
+    layers but attention          of compiled products                1 - 252   layer.py          steps.py
     layers with a state           16-bit, fp32                        any       recurrence.py     proof.py: against transformers' own
     norms, angles, attention      on a GPU                            any       cuda.py           itself
 """

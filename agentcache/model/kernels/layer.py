@@ -1,13 +1,13 @@
-"""A few rows through Llama-like layers by compiled functions. Knows nothing of pages: attention stays with its caller.
+"""Rows through Llama-like layers by compiled functions. Knows nothing of pages: attention stays with its caller.
 
-A decoding step is some hundred small operations per layer, and what small models wait for is their calls. Here a layer is two calls:
+A layer is some forty small operations, and what few rows wait for is their calls. Here a layer is two calls:
 
     enter    the gated product down and its residual (of the layer before), norm, q, k, v, their norms and rotary angles
     middle   the product of what attention gave, its residual, norm, gate and up
 
-Products are those of linear_few.py, norms and angles those of norm_rope.py; what stands between them rounds as PyTorch's operations do.
-So the bits are those of the ordinary operations: each new `Programs` is held against them on its model's first layer, and not used if one
-bit differs. Rows of activations are stored numbers [rows, n]; what a product reads is words [rows, words].
+Products are those of linear_few.py or linear_many.py, norms and angles those of norm_rope.py; what stands between them rounds as PyTorch's
+operations do. So the bits are those of the ordinary operations: each new `Programs` is held against them on its model's first layer, and
+not used if one bit differs. Rows of activations are stored numbers [rows, n]; what a product reads is words, by row or packed.
 """
 
 from __future__ import annotations
@@ -22,84 +22,41 @@ from typing import Any
 
 import torch
 
-from . import jit
+from . import jit, linear_few, linear_many
 from .ir import Code, Value
-from .linear_compiled import scale_of, takes
-from .linear_few import ROWS, product_code, scratch_numbers
+from .linear_compiled import FEW_ROWS, fits, scale_of, takes
 from .norm_rope import heads_agree, heads_code, norm_code, norms_agree
 
 _Block = Any  # a ctypes array of 64-bit fields
 _Step = tuple[int, _Block, int]  # the address of a function, its argument block, threads
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
-COUNTS = (1, 2, 4, 8)  # of rows: others are the next of them
 _MLP = ("gate_proj", "up_proj", "down_proj")
+MOST_ROWS = 252  # more wait for products, not for calls; of whole passes
 
 
-def _each(code: Code, rows: int, n: int) -> Callable[[Callable[[Value, Value, Value], None]], None]:
-    """Decorates the body of one loop over rows and vectors: body(row, index in the row, row · n + index)."""
+def spread(code: Code, n: int, pairs: bool) -> None:
+    """Writes the words that a product of few rows reads. Fields: x [rows, n], out [rows, words], rows."""
+    (x, out), (rows,) = code.pointers(2), code.fields(1)
 
-    def write(body: Callable[[Value, Value, Value], None]) -> None:
-        @code.loop(rows)
-        def _(row: Value) -> None:
-            first = row * n
-            code.loop(n, code.lanes)(lambda index: body(row, index, first + index))
-
-    return write
-
-
-def _with_bias(code: Code, value: Value, bias: Value, index: Value, biased: bool) -> Value:
-    """Plus a bias, which is added in fp32."""
-    return value + code.load_numbers(bias.at(code.stored, index)) if biased else value
-
-
-def spread(code: Code, rows: int, n: int, pairs: bool) -> None:
-    """Writes the words that a product reads. Fields: x [rows, n], out [rows, words]."""
-    x, out = code.pointers(2)
-
-    @_each(code, rows, n)
-    def _(_row: Value, _index: Value, at: Value) -> None:
+    @code.loop(rows * n, code.lanes)
+    def _(at: Value) -> None:
         if pairs:
             out.at("i16", at).store(x.at("i16", at).load(f"<{code.lanes} x i16>", 2), 2)
         else:
             out.at("float", at).store(code.load_numbers(x.at(code.stored, at)))
 
 
-def residual(code: Code, rows: int, n: int, biased: bool) -> None:
-    """x += a product. Fields: x [rows, n], wide fp32 [rows, n], bias [n]."""
-    x, wide, bias = code.pointers(3)
+def combine(code: Code, n: int, multiplies: bool) -> None:
+    """x += y, or x *= y. Fields: x, y [rows, n], rows."""
+    (x, y), (rows,) = code.pointers(2), code.fields(1)
 
-    @_each(code, rows, n)
-    def _(_row: Value, index: Value, at: Value) -> None:
-        added = code.rounded(_with_bias(code, wide.at("float", at).load(code.floats), bias, index, biased))
-        place = x.at(code.stored, at)
-        code.store_numbers(code.load_numbers(place) + added, place)
-
-
-def narrow(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
-    """The first n of a product. Fields: wide fp32 [rows, total], bias [n], out [rows, n]."""
-    wide, bias, out = code.pointers(3)
-
-    @_each(code, rows, n)
-    def _(row: Value, index: Value, at: Value) -> None:
-        value = wide.at("float", row * total + index).load(code.floats)
-        code.store_numbers(_with_bias(code, value, bias, index, biased), out.at(code.stored, at))
-
-
-def gated(code: Code, rows: int, n: int, total: int, biased: bool, pairs: bool) -> None:
-    """The input of the product down.
-
-    Fields: activated gate [rows, n], wide fp32 [rows, total] from `up` on, its bias [n], out [rows, words].
-    """
-    gate, wide, bias, out = code.pointers(4)
-
-    @_each(code, rows, n)
-    def _(row: Value, index: Value, at: Value) -> None:
-        value = wide.at("float", row * total + index).load(code.floats)
-        value = code.load_numbers(gate.at(code.stored, at)) * code.rounded(_with_bias(code, value, bias, index, biased))
-        if pairs:
-            code.store_numbers(value, out.at("i16", at))
-        else:
-            out.at("float", at).store(code.rounded(value))
+    @code.shared(rows)
+    def _(row: Value) -> None:
+        @code.loop(n, code.lanes)
+        def _(index: Value) -> None:
+            place, other = (of.at(code.stored, row * n + index) for of in (x, y))
+            one, two = code.load_numbers(place), code.load_numbers(other)
+            code.store_numbers(one * two if multiplies else one + two, place)
 
 
 def program(code: Code) -> None:
@@ -145,28 +102,31 @@ class Sizes:
 
 
 class Programs:
-    """One model's layers for `rows` rows, with the buffers between them: for one thread at a time."""
+    """One model's layers for some rows, with the buffers between them: for one thread at a time."""
 
-    def __init__(self, layers: Any, rows: int, threads: int, pairs: bool, compiler: jit.Compiler) -> None:
-        """pairs: products are of pairs of bf16 numbers."""
+    def __init__(self, layers: Any, together: int, most: int, threads: int, pairs: bool, compiler: jit.Compiler) -> None:
+        """together: rows of a pass over a weight. most: rows that there is room for. pairs: products are of pairs of bf16 numbers."""
         self.sizes = sizes = Sizes.of(layers[0])
-        self.rows, self.threads, self.pairs, self._compiler = rows, threads, pairs, compiler
+        self._together, self._many, self._pairs = together, together == linear_many.ROWS, pairs
+        self._threads, self._compiler = threads, compiler
         dtype = layers[0].input_layernorm.weight.dtype
         self._element = jit.NUMBERS[dtype]
         new = functools.partial(torch.zeros, dtype=dtype)
         room = functools.partial(torch.zeros, dtype=torch.float32)  # said aloud: the default is another while some thread loads a model
+        self._own = linear_many.scratch_bytes(compiler.lanes, most // together)
+        own = self._own // 4 if self._many else linear_few.scratch_numbers(compiler.lanes, together)
         with torch.inference_mode(False):
-            self.x, self._normed = new(rows, sizes.hidden), new(rows, sizes.hidden)
-            self.query, self.key, self.value = (new(rows, n, sizes.dim) for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
-            self.gate = new(rows, sizes.inner)
-            self.cos, self.sin = new(rows, sizes.dim), new(rows, sizes.dim)
-            self._input = room(rows * max(sizes.hidden, sizes.heads * sizes.dim, sizes.inner))
-            self._scratch = room(threads * scratch_numbers(compiler.lanes, min(rows, ROWS[-1])))
-            self._wide = room(rows * max((sizes.heads + 2 * sizes.kv_heads) * sizes.dim, 2 * sizes.inner, sizes.hidden))
+            self.x, self._normed, self._mixed = (new(most, sizes.hidden) for _ in range(3))
+            self.query, self.key, self.value = (new(most, n, sizes.dim) for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
+            self.gate, self._up = new(most, sizes.inner), new(most, sizes.inner)
+            self.cos, self.sin = new(most, sizes.dim), new(most, sizes.dim)
+            self._input = room(most * max(sizes.hidden, sizes.heads * sizes.dim, sizes.inner))
+            self._scratch = room(threads * own)
         self._layers = list(layers)
         self._attended: list[_Block] = []
         self._activated: list[_Block] = []
         self._alive: list[list[_Step]] = []
+        self._counts: list[tuple[_Block, int, str]] = []  # fields that depend on rows
         self._held = [
             (module._parameters, name, jit.address(tensor))
             for layer in layers
@@ -179,23 +139,36 @@ class Programs:
         self._middle: list[_Block] = []
         before: list[_Step] = []
         for layer in layers:
+            self._last = self._program(before)
             self._enter.append(self._program([*before, *self._queries(layer)]))
             self._middle.append(self._program(self._until_gate(layer)))
             before = self._down(layer)
         self._enter.append(self._program(before))
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiler.function(program, self._element))
+        self.rows = 0
 
     def holds(self, layers: Any) -> bool:
         """True if these are the layers, in order, with weights where they were and the epsilons that norms had."""
         placed = list(layers) == self._layers and all(jit.address(owner[name]) == address for owner, name, address in self._held)
         return placed and all(norm["variance_epsilon"] == known for norm, known in self._epsilons)
 
-    def enter(self, layer: int, activated: torch.Tensor | None = None) -> None:
-        """From the activated gate [rows, inner] of the layer before to this one's query, key and value; after the last layer, to x."""
+    def resize(self, rows: int) -> None:
+        """Compute so many rows from now on."""
+        if rows != self.rows:
+            self.rows = rows
+            counts = {"rows": rows, "passes": -(-rows // self._together), "end": rows - 1}
+            for block, index, name in self._counts:
+                block[index] = counts[name]
+
+    def enter(self, layer: int, activated: torch.Tensor | None = None, queries: bool = True) -> None:
+        """From the activated gate [rows, inner] of the layer before to this one's query, key and value; after the last layer, to x.
+
+        queries: False stops at the last layer's input x.
+        """
         if layer:
             assert activated is not None
-            self._activated[layer - 1][0] = activated.data_ptr()
-        self._run(ctypes.addressof(self._enter[layer]))
+            self._activated[layer - 1][1] = activated.data_ptr()
+        self._run(ctypes.addressof(self._enter[layer] if queries else self._last))
 
     def middle(self, layer: int, attended: torch.Tensor) -> None:
         """From what attention gave [rows, heads, head_dim] to x and the gate."""
@@ -208,77 +181,64 @@ class Programs:
         self._alive.append(steps)
         return jit.block(len(steps), *(field for at, block, threads in steps for field in (at, ctypes.addressof(block), threads)))
 
-    def _step(self, write: jit.Writer, sizes: jit.Sizes, *fields: torch.Tensor | int | None, threads: int = 1) -> _Step:
-        addressed = (field if isinstance(field, int) else jit.address(field) for field in fields)
-        return self._compiler.function(write, self._element, *sizes), jit.block(*addressed), threads
+    def _step(self, write: jit.Writer, sizes: jit.Sizes, *fields: torch.Tensor | int | str | None, threads: int = 0) -> _Step:
+        """threads: 0 for as many as many rows deserve."""
+        block = jit.block(*(0 if isinstance(field, str) else field if isinstance(field, int) else jit.address(field) for field in fields))
+        self._counts += [(block, index, field) for index, field in enumerate(fields) if isinstance(field, str)]
+        return self._compiler.function(write, self._element, *sizes), block, threads or (self._threads if self._many else 1)
 
-    def _product(self, projection: Any, column: int, total: int) -> _Step:
-        """Into the columns of `_wide` [rows, total] from `column` on."""
-        outs, ins = projection.weight.shape
-        tiles, threads = outs // self._compiler.lanes, self.threads if self.rows * outs * ins > jit.ALONE else 1
-        count, words, scale = min(self.rows, ROWS[-1]), ins >> int(self.pairs), scale_of(projection.weight)
-        fields = (projection.weight, self._input, self._column(column), self._scratch, scale, total, words, tiles, self.rows // count)
-        return self._step(product_code, (count, self.pairs, scale is not None), *fields, threads=threads)
+    def _words(self, x: torch.Tensor | None, n: int) -> _Step:
+        """Of rows x [rows, n]: what products read."""
+        if self._many:
+            return self._step(linear_many.pack_code, (self._pairs, False), x, self._input, n >> int(self._pairs), "passes", "end")
+        return self._step(spread, (n, self._pairs), x, self._input, "rows")
 
-    def _column(self, column: int) -> int:
-        return jit.address(self._wide) + 4 * column
+    def _product(self, projection: Any, out: torch.Tensor) -> _Step:
+        weight, bias, scale = projection.weight, projection.bias, scale_of(projection.weight)
+        (outs, ins), kind = weight.shape, (self._pairs, scale is not None, bias is not None)
+        words = ins >> int(self._pairs)
+        if self._many:
+            counts = (outs, words, outs // linear_many.TILES[self._compiler.lanes], self._own, "passes", "end", 1)
+            return self._step(linear_many.product_code, (*kind, False), weight, self._input, out, bias, self._scratch, scale, *counts)
+        threads = self._threads if self._together * outs * ins > jit.ALONE else 1
+        fields = (weight, self._input, out, bias, self._scratch, scale, outs, words, outs // self._compiler.lanes, "passes")
+        return self._step(linear_few.product_code, (self._together, *kind), *fields, threads=threads)
 
     def _norm(self, module: Any) -> list[_Step]:
         n = self.sizes.hidden
-        fields = (self.x, module.weight, self._normed, self.rows, jit.bits_of(module.variance_epsilon))
-        return [self._step(norm_code, (n,), *fields), self._step(spread, (self.rows, n, self.pairs), self._normed, self._input)]
-
-    def _narrow(self, projection: Any, column: int, total: int, out: torch.Tensor) -> _Step:
-        n, bias = projection.weight.shape[0], projection.bias
-        return self._step(narrow, (self.rows, n, total, bias is not None), self._column(column), bias, out)
+        fields = (self.x, module.weight, self._normed, "rows", jit.bits_of(module.variance_epsilon))
+        return [self._step(norm_code, (n,), *fields), self._words(self._normed, n)]
 
     def _heads(self, heads: torch.Tensor, norm: Any) -> _Step:
         weight, epsilon = (None, 0) if norm is None else (norm.weight, jit.bits_of(norm.variance_epsilon))
         sizes = (heads.shape[1], self.sizes.dim, norm is not None)
-        return self._step(heads_code, sizes, heads, weight, self.cos, self.sin, heads, self.rows, epsilon)
+        return self._step(heads_code, sizes, heads, weight, self.cos, self.sin, heads, "rows", epsilon)
 
     def _queries(self, layer: Any) -> list[_Step]:
         block = layer.self_attn
         parts = ((block.q_proj, self.query), (block.k_proj, self.key), (block.v_proj, self.value))
-        total, column = sum(projection.weight.shape[0] for projection, _ in parts), 0
-        products, finish = [], []
-        for projection, out in parts:
-            products.append(self._product(projection, column, total))
-            finish.append(self._narrow(projection, column, total, out))
-            column += projection.weight.shape[0]
-        for out, name in ((self.query, "q_norm"), (self.key, "k_norm")):
-            finish.append(self._heads(out, getattr(block, name, None)))
-        return [*self._norm(layer.input_layernorm), *products, *finish]
+        turned = [self._heads(out, getattr(block, name, None)) for out, name in ((self.query, "q_norm"), (self.key, "k_norm"))]
+        return [*self._norm(layer.input_layernorm), *(self._product(*part) for part in parts), *turned]
 
-    def _residual(self, projection: Any) -> _Step:
-        sizes = (self.rows, self.sizes.hidden, projection.bias is not None)
-        return self._step(residual, sizes, self.x, self._wide, projection.bias)
+    def _residual(self, projection: Any) -> list[_Step]:
+        """x plus a product."""
+        added = self._step(combine, (self.sizes.hidden, False), self.x, self._mixed, "rows")
+        return [self._product(projection, self._mixed), added]
 
     def _until_gate(self, layer: Any) -> list[_Step]:
-        sizes, out, mlp = self.sizes, layer.self_attn.o_proj, layer.mlp
-        attended = self._step(spread, (self.rows, sizes.heads * sizes.dim, self.pairs), 0, self._input)
+        attended, mlp = self._words(None, self.sizes.heads * self.sizes.dim), layer.mlp
         self._attended.append(attended[1])
-        return [
-            attended,
-            self._product(out, 0, sizes.hidden),
-            self._residual(out),
-            *self._norm(layer.post_attention_layernorm),
-            self._product(mlp.gate_proj, 0, 2 * sizes.inner),
-            self._product(mlp.up_proj, sizes.inner, 2 * sizes.inner),
-            self._narrow(mlp.gate_proj, 0, 2 * sizes.inner, self.gate),
-        ]
+        products = (self._product(mlp.gate_proj, self.gate), self._product(mlp.up_proj, self._up))
+        return [attended, *self._residual(layer.self_attn.o_proj), *self._norm(layer.post_attention_layernorm), *products]
 
     def _down(self, layer: Any) -> list[_Step]:
-        sizes, mlp = self.sizes, layer.mlp
-        biased = mlp.up_proj.bias is not None
-        fields = (0, self._column(sizes.inner), mlp.up_proj.bias, self._input)
-        activated = self._step(gated, (self.rows, sizes.inner, 2 * sizes.inner, biased, self.pairs), *fields)
+        activated = self._step(combine, (self.sizes.inner, True), self._up, None, "rows")
         self._activated.append(activated[1])
-        return [activated, self._product(mlp.down_proj, 0, sizes.hidden), self._residual(mlp.down_proj)]
+        return [activated, self._words(self._up, self.sizes.inner), *self._residual(layer.mlp.down_proj)]
 
 
-def _fit(layers: Any) -> bool:
-    """True if these layers are of one size, which the functions can take."""
+def _fit(layers: Any, tiled: int) -> bool:
+    """True if these layers are of one size, which the functions can take. tiled: lanes, if products are of whole tiles."""
     if not len(layers) or any(Sizes.of(layer) != Sizes.of(layers[0]) for layer in layers):
         return False
     sizes, dtype, products = Sizes.of(layers[0]), layers[0].input_layernorm.weight.dtype, (("self_attn", _LINEARS), ("mlp", _MLP))
@@ -287,6 +247,8 @@ def _fit(layers: Any) -> bool:
     tensors = [tensor for layer in layers for tensor in layer.parameters() if id(tensor) not in narrow]
     alike = all(t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
     if not (alike and len(narrow) in (0, sum(map(len, weights))) and all(map(takes, weights[0]))):
+        return False
+    if tiled and not all(fits(weight, tiled, 1) for weight in weights[0]):
         return False
     return norms_agree(dtype, sizes.hidden) and heads_agree(dtype, sizes.dim, sizes.normed)
 
@@ -301,21 +263,24 @@ Check = Callable[[Programs, Any], bool]
 
 
 def programs(model: Any, rows: int, pairs: bool, agrees: Check) -> Programs | None:
-    """This thread's programs for up to 8 rows of a model, if its layers and this machine allow it.
+    """This thread's programs for so many rows of a model, if its layers and this machine allow it.
 
-    pairs: products are of pairs of bf16 numbers. agrees: compares a new one with the ordinary operations.
+    pairs: products are of pairs of bf16 numbers. agrees: compares new ones with the ordinary operations.
     """
-    found = jit.compiler() if rows <= COUNTS[-1] else None
+    found = jit.compiler() if 0 < rows <= MOST_ROWS else None
     if found is None:
         return None
     layers, threads = model.model.layers, torch.get_num_threads()
-    count = next(n for n in COUNTS if n >= rows)
+    few = next((n for n in linear_few.ROWS if n >= rows), linear_few.ROWS[-1])
+    together, most = (few, -(-FEW_ROWS // few) * few) if rows <= FEW_ROWS else (linear_many.ROWS, MOST_ROWS)
     known = _known.of.setdefault(model, {})
-    made = known.get((count, threads))
-    if (made is None and (count, threads) in known) or (made is not None and made.holds(layers)):
-        return made
-    known[count, threads] = None
-    if _fit(layers):
-        made = Programs(layers, count, threads, pairs, found)
-        known[count, threads] = made if agrees(made, layers[0]) else None
-    return known[count, threads]
+    made = known.get((together, threads))
+    if (made is None and (together, threads) not in known) or (made is not None and not made.holds(layers)):
+        known[together, threads] = made = None
+        if _fit(layers, found.lanes if together == linear_many.ROWS else 0):
+            made = Programs(layers, together, most, threads, pairs, found)
+            made.resize(rows)
+            known[together, threads] = made = made if agrees(made, layers[0]) else None
+    if made is not None:
+        made.resize(rows)
+    return made

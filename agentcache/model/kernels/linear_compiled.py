@@ -74,14 +74,16 @@ def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> lis
         x = torch.cat((x, x.new_zeros(short, x.shape[1])))
     wide = x if pairs else x.float()
     for weight, bias in projections:
-        out = torch.empty(len(x), len(weight), dtype=torch.float32)
         if _transposed(weight):
             from . import linear_transposed
 
+            out = torch.empty(len(x), len(weight), dtype=torch.float32)
             linear_transposed.run(wide, weight, out, count, pairs, x.dtype)
+            out = (out if bias is None else out.add_(bias)).to(x.dtype)
         else:
-            linear_few.run(wide, weight, out, count, pairs, scale_of(weight), x.dtype)
-        done.append((out if bias is None else out.add_(bias)).to(x.dtype)[:rows])
+            out = x.new_empty(len(x), len(weight))
+            linear_few.run(wide, weight, None if bias is None else bias.contiguous(), out, count, pairs, scale_of(weight))
+        done.append(out[:rows])
     return done
 
 
@@ -122,6 +124,6 @@ def compile_products(int8: bool = False) -> None:
 
         pairs = jit.multiplies_pairs()
         for rows in linear_few.ROWS:
-            found.function(linear_few.product_code, "bfloat", rows, pairs, int8)
+            found.function(linear_few.product_code, "bfloat", rows, pairs, int8, False)
         found.function(linear_many.pack_code, "bfloat", pairs, False)
         found.function(linear_many.product_code, "bfloat", pairs, int8, False, False)

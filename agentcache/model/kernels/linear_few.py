@@ -28,34 +28,40 @@ def scratch_numbers(lanes: int, rows: int) -> int:
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int, pairs: bool, scale: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    rows: int,
+    pairs: bool,
+    scale: torch.Tensor | None,
 ) -> None:
-    """x [passes * rows, words] of rows of this type, times weight [outs, ins], times scale [outs] of an int8 one -> out fp32."""
+    """x [passes * rows, words] times weight [outs, ins], times scale [outs] of an int8 one, plus bias -> out [passes * rows, outs]."""
     (count, outs), found = out.shape, jit.compiler()
     assert found is not None
     room = scratch("chains", torch.get_num_threads() * scratch_numbers(found.lanes, rows))
-    where, threads = map(jit.address, (weight, x, out, room, scale)), jit.threads_for(count * weight.numel(), outs)
+    where, threads = map(jit.address, (weight, x, out, bias, room, scale)), jit.threads_for(count * weight.numel(), outs)
     sizes = outs, weight.shape[1] >> int(pairs), outs // found.lanes, count // rows
-    jit.run(product_code, jit.NUMBERS[dtype], (rows, pairs, scale is not None), threads, *where, *sizes)
+    jit.run(product_code, jit.NUMBERS[out.dtype], (rows, pairs, scale is not None, bias is not None), threads, *where, *sizes)
 
 
-def product_code(code: Code, rows: int, pairs: bool, int8: bool) -> None:
+def product_code(code: Code, rows: int, pairs: bool, int8: bool, biased: bool) -> None:
     """A tile is `lanes` outputs.
 
-    Fields: weight, x [passes, rows, words], out fp32, scratch of all threads [outputs, rows, lanes], scale fp32 [outputs] of an int8
-    weight, numbers of an output row, words, tiles, passes.
+    Fields: weight, x [passes, rows, words], out [passes, rows, outputs], bias [outputs], scratch of all threads [outputs, rows, lanes],
+    scale fp32 [outputs] of an int8 weight, outputs, words, tiles, passes.
     """
-    _Product(code, rows, pairs, int8).write()
+    _Product(code, rows, pairs, int8, biased).write()
 
 
 class _Product:
     """Writes the function."""
 
-    def __init__(self, code: Code, rows: int, pairs: bool, int8: bool) -> None:
-        self.code, self.rows, self.pairs, self.int8 = code, rows, pairs, int8
+    def __init__(self, code: Code, rows: int, pairs: bool, int8: bool, biased: bool) -> None:
+        self.code, self.rows, self.pairs, self.int8, self.biased = code, rows, pairs, int8, biased
         self.word = ("i16" if pairs else "i8") if int8 else "i32" if pairs else code.stored
         self.together = TOGETHER[rows]
-        self.weight, self.x, self.out, scratch, self.scale = code.pointers(5)
+        self.weight, self.x, self.out, self.bias, scratch, self.scale = code.pointers(6)
         self.outs, self.words, self.tiles, self.passes = code.fields(4)
         self.scratch = scratch.at("float", code.team()[0] * scratch_numbers(code.lanes, rows))
 
@@ -77,8 +83,9 @@ class _Product:
             if self.int8:
                 scale = self.scale.at("float", first).load(code.floats)
                 totals = [total * scale for total in totals]
+            bias = [code.load_numbers(self.bias.at(code.stored, first))] if self.biased else []
             for m, total in enumerate(totals):
-                self.out.at("float", (start + m) * self.outs + first).store(total)
+                code.store_numbers(sum(bias, total), self.out.at(code.stored, (start + m) * self.outs + first))
 
     def _block(self, weights: Value, x: Value, begin: Value, totals: Values) -> Values:
         """Totals of each row plus the chains of a block."""

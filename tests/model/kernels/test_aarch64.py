@@ -166,14 +166,14 @@ def test_a_product_has_the_same_bits(
     expected = linear_compiled.chains(x, [(weight, bias)])[0]
     run, tiles = Emulator(jit.NUMBERS[dtype], lanes, tmp_path), outs // linear_many.TILES[lanes]
 
-    stored, out = weight.detach().T if lying else weight.detach(), torch.zeros(rows, outs)
+    stored, out = weight.detach().T if lying else weight.detach(), torch.zeros_like(expected)
     if lying:
-        fields = stored, x.float(), out, torch.zeros(linear_transposed.scratch_numbers(rows)), outs, outs, ins, 1, 1, outs
-        few = run(linear_transposed.product_code, (rows, False), *fields)[2]
+        fields = stored, x.float(), out.float(), torch.zeros(linear_transposed.scratch_numbers(rows)), outs, outs, ins, 1, 1, outs
+        few = (run(linear_transposed.product_code, (rows, False), *fields)[2] + bias.float()).to(dtype)
     else:
-        fields = stored, x.float(), out, torch.zeros(linear_few.scratch_numbers(lanes, rows)), scale, outs, ins, outs // lanes, 1
-        few = run(linear_few.product_code, (rows, False, quantized), *fields)[2]
-    assert torch.equal((few + bias.float()).to(dtype), expected)
+        fields = stored, x.float(), out, bias, torch.zeros(linear_few.scratch_numbers(lanes, rows)), scale, outs, ins, outs // lanes, 1
+        few = run(linear_few.product_code, (rows, False, quantized, True), *fields)[2]
+    assert torch.equal(few, expected)
 
     packed = run(linear_many.pack_code, (False, lying), x, torch.zeros(ins * linear_many.ROWS), ins, 1, rows - 1)[1]
     own = linear_many.scratch_bytes(lanes, 1)

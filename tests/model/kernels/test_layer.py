@@ -39,14 +39,14 @@ def made(model: Any, rows: int, agrees: layer.Check | None = None, pairs: bool =
         )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 17, 252])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_layer_has_the_bits_of_the_ordinary_operations(rows: int, dtype: torch.dtype) -> None:
     assert made(qwen3(dtype), rows) is not None
 
 
 @pytest.mark.skipif(not jit.multiplies_pairs(), reason="multiplies no pairs of bf16 numbers")
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 40])
 def test_a_layer_of_pairs_has_those_bits(rows: int) -> None:
     assert made(qwen3(), rows, pairs=True) is not None
 
@@ -101,7 +101,8 @@ def test_moved_weights_are_found_again() -> None:
 
 def test_what_it_cannot_take_is_left_alone() -> None:
     never: layer.Check = lambda *_: pytest.fail("asked to compare")  # noqa: E731
-    assert made(qwen3(), 9, never) is None  # more rows than a pass
+    assert made(qwen3(), layer.MOST_ROWS + 1, never) is None
+    assert made(qwen3(num_key_value_heads=1, head_dim=16), 17, never) is None  # keys of no whole tile
     assert made(qwen3(head_dim=24), 1, never) is None
     other = qwen3()
     other.model.layers[1].mlp = qwen3(intermediate_size=256).model.layers[0].mlp
