@@ -32,6 +32,7 @@ _Step = tuple[int, _Block, int]  # the address of a function, its argument block
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 MOST_ROWS = 252  # more wait for products, not for calls; of whole passes
+TRIED = 19  # rows that new programs are held against the ordinary operations with, at most
 
 
 def spread(code: Code, n: int, pairs: bool) -> None:
@@ -279,7 +280,7 @@ def programs(model: Any, rows: int, pairs: bool, agrees: Check) -> Programs | No
         known[together, threads] = made = None
         if _fit(layers, found.lanes if together == linear_many.ROWS else 0):
             made = Programs(layers, together, most, threads, pairs, found)
-            made.resize(rows)
+            made.resize(min(rows, TRIED))
             known[together, threads] = made = made if agrees(made, layers[0]) else None
     if made is not None:
         made.resize(rows)
