@@ -20,7 +20,7 @@ from agentcache.lifecycle import Lifecycle
 from agentcache.model.hf import HFModel
 from agentcache.model.recurrent import RecurrentState
 from agentcache.request import Running
-from agentcache.store.disk import blob_io
+from agentcache.store.disk import blob_io, writer
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
 from agentcache.store.keys import as_ids
 from agentcache.store.store import Store
@@ -243,6 +243,48 @@ def test_what_is_pinned_is_not_computed_again(
     first.engine.flush()
     first.engine.close()
     assert max(computed(asking("qwen3_5_text", tmp_path / "store"))) <= 1
+
+
+def talk(count: int) -> list[dict[str, str]]:
+    """A conversation of so many questions, about 80 tokens each."""
+    turns = [(user(f"What is the tide {at}? " * 16), {"role": "assistant", "content": "High. " * 3}) for at in range(count)]
+    return [SYSTEM, *(message for turn in turns for message in turn)][:-1]
+
+
+def test_what_ends_in_a_stored_page_is_pinned_on_disk(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page came there with a longer prompt, without the checkpoints at which the pinned starts end."""
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    one, folder, history = asking("mamba2", tmp_path / "store"), tmp_path / "store", talk(6)
+    one(history, ())
+    for messages in (3, 5, 7):  # the next one takes the room of the one before
+        assert one.engine.flush()
+        one.engine.pin(history[:messages])
+    assert one.engine.flush()
+    one.engine.close()
+    other = asking("mamba2", folder)
+    assert [other.engine.pin(history[:messages]).computed_tokens for messages in (3, 5, 7)] == [1, 1, 1]
+
+
+def test_a_page_written_again_leaves_those_after_it_waiting(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    monkeypatch.setattr(writer, "SETTLE_S", 600.0)
+    one, history = asking("mamba2", tmp_path / "store"), talk(6)
+    one(history, ())
+    disk = one.engine.store.disk
+    assert disk is not None
+    assert wait_until(lambda: len(list(disk.index.rows())) == 2)  # whole pages: the last one waits until it has settled
+    monkeypatch.setattr(one.engine.store, "defer_writes", lambda busy: None)
+    disk.writer.quiet.clear()  # nothing is written until the flush
+    one(history[:8], ())  # ends in the second page, at a checkpoint that the disk does not have
+    assert one.engine.flush()
+    one.engine.close()
+    later = [*history, {"role": "assistant", "content": "Yes."}, user("Why?")]
+    said, _ = asking("mamba2", tmp_path / "store")(later, ())
+    assert said.receipt.disk_tokens > 2 * PAGE_TOKENS
 
 
 def test_only_a_checkpoint_of_the_same_pieces_serves() -> None:

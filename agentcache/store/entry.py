@@ -31,7 +31,7 @@ class Entry:
     pins: int = 0
     role: Role = Role.TURN  # its use
     row: int = 0  # its row in the index of the store on disk, 0 if it is not there
-    passing: frozenset[int] = frozenset()  # slots before checkpoints that are not to be on disk
+    passing: frozenset[int] = frozenset()  # slots before checkpoints that memory alone has
     rewritten: bool = False  # its row may have other checkpoints than are to be there
     made: float = field(default_factory=time.time)  # time.time()
     counted: tuple[Page, ...] = ()  # pages that the budget counts for it: its own, and those whose memory that shares

@@ -169,15 +169,16 @@ class Store:
         with self.deletions.lock:
             if self.deletions.deleted(scope, ids, Moment(generation, min(row.created for row in rows))):
                 return []
-            read = [len(page.checkpoints) for page in pages[-len(rows) :]]
+            read = [frozenset(page.checkpoints) for page in pages[-len(rows) :]]
             path = self.tree.admit(scope, ids, pages, rows[-1].numerics)[-len(rows) :]
             for entry, row, page, own in zip(path, rows, pages[-len(rows) :], read, strict=False):
                 if entry.page is page and entry.parent is not None:
-                    lent = entry.numerics if len(page.checkpoints) > own else frozenset[str]()  # with checkpoints that memory had
+                    lent = entry.numerics if page.checkpoints.keys() > own else frozenset[str]()  # with checkpoints that memory had
                     entry.numerics = row.numerics | entry.parent.numerics | lent  # later pages may have come from other kernels
                     entry.made = row.created
                 if entry.key == row.page_key:
                     entry.row, entry.role = row.id, max(entry.role, Role(row.role))
+                    entry.passing = frozenset(entry.page.checkpoints if entry.page else ()) - own
         return path
 
     def retract(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
@@ -292,10 +293,11 @@ class Store:
         """Pin the pages that hold all of `ids`; returns how many. Pinned pages are never evicted, on disk neither."""
         pages, name = self.tree.pin(scope, ids), scope.pin_name(ids)
         if pages and (disk := self.disk):
-            path = self.tree.path(scope, ids)
-            if path and (slots := len(ids) - path[-1].first) in path[-1].passing:  # its checkpoint is to be on disk now
-                path[-1].passing, path[-1].row, path[-1].rewritten = path[-1].passing - {slots}, 0, True
-            disk.writer.offer(path, settled=True)
+            with self.deletions.lock:  # else the writing thread may end between two of these lines
+                path = self.tree.path(scope, ids)
+                if path and (slots := len(ids) - path[-1].first) in path[-1].passing:  # its checkpoint is to be on disk now
+                    path[-1].passing, path[-1].rewritten = path[-1].passing - {slots}, True
+                disk.writer.offer(path, settled=True)
             disk.writer.after(lambda: disk.pin(name, path))
         return pages
 

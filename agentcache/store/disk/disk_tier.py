@@ -193,9 +193,8 @@ class DiskTier:
         fingerprint, row = entry.scope.fingerprint, self._row(pending)
         known = self.index.row(pending.key, fingerprint, row.precision)
         if known is not None and not known.bad:
-            if entry.rewritten and known.numerics == pending.numerics:
+            if pending.rewritten and known.numerics == pending.numerics:
                 self._rewrite(known, pending, parent)
-            entry.rewritten = False
             blob_files.remove(self.folder, self.index.promote([known.id], pending.role))
             return known.id, "known"
         need = plan(row, self.folder.encrypted).bytes
@@ -214,9 +213,9 @@ class DiskTier:
         return (found.id, "written") if found else (0, "evicted")  # at once, by another process that needed room
 
     def _rewrite(self, known: Row, pending: PendingWrite, parent: Entry) -> None:
-        """Write a page once more, if it is to have other checkpoints than on disk; its row names the new blob."""
+        """Write a page once more, with other checkpoints than on disk; its row names the new blob."""
         more = pending.checkpoint_bytes - known.checkpoint_bytes
-        if not more or not self._make_room(max(0, more), parent) or not self.writer.budget.take(known.bytes + more):
+        if not self._make_room(max(0, more), parent) or not self.writer.budget.take(known.bytes + more):
             return
         spare = written = blob_io.write(self.folder, known, pending.page, pending.checkpoints)
         try:

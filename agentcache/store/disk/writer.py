@@ -4,7 +4,7 @@
                   │ whole pages when no request is being computed, the growing last page of a sequence once it has settled
                   └ left out: over the write budget, over the queue's bound, no room on disk, parent not written
 
-An entry is written at most once; the answer never waits for it.
+An entry is written once, and again when it is to have other checkpoints on disk; the answer never waits for it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class PendingWrite:
     role: Role
     numerics: frozenset[str]
     checkpoints: dict[int, Checkpoint]
+    rewritten: bool
     generation: int
 
     @property
@@ -132,11 +133,12 @@ class Writer:
             for entry in path:
                 if entry.row:
                     self._used[entry.row] = entry
+                if entry.row and not entry.rewritten:
                     continue
                 page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
                 checkpoints = {slots: one for slots, one in (page.checkpoints if page else {}).items() if slots not in entry.passing}
                 if (known := self._pending.get((entry.scope, key))) is not None:
-                    known.role = max(known.role, entry.role)
+                    known.role, known.rewritten = max(known.role, entry.role), known.rewritten or entry.rewritten
                     if known.page is page is not None:  # a checkpoint of other pieces may have come: both or none
                         known.numerics, known.checkpoints = numerics, checkpoints
                 if page is None or (known is not None and not settled):
@@ -146,7 +148,7 @@ class Writer:
                 whole = settled or len(ids) == PAGE_TOKENS
                 due = now if whole else now + SETTLE_S
                 number, role = next(self._numbers), entry.role
-                new = PendingWrite(entry, ids, page, key, due, number, now, whole, role, numerics, checkpoints, generation)
+                new = PendingWrite(entry, ids, page, key, due, number, now, whole, role, numerics, checkpoints, entry.rewritten, generation)
                 self._pending[new.name] = new
             self._bound()
             self._changed.notify_all()
@@ -298,7 +300,7 @@ class Writer:
         entry = pending.entry
         parent = entry.parent
         assert parent is not None
-        if entry.row and entry.key == pending.key:
+        if entry.row and entry.key == pending.key and not pending.rewritten:
             return
         if parent.parent is not None and not parent.row:
             self.counts["parent missing"] += 1
@@ -306,7 +308,7 @@ class Writer:
         row, what = self._save(pending)
         with self._deletions.lock, self._changed:  # else it may have grown since the look at its key
             if entry.key == pending.key and not self._abandoned:
-                entry.row = row
+                entry.row, entry.rewritten = row, pending.name in self._pending  # other checkpoints may have come meanwhile
         self.counts[what] += 1
 
     def write(self, path: Sequence[Entry]) -> bool:

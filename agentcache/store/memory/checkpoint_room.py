@@ -42,4 +42,4 @@ def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
                 tree.eviction.replace(entry, entry.page)
             if lasts is (slots in entry.passing):
                 entry.passing ^= {slots}
-                entry.row, entry.rewritten = 0, True  # it is offered to the disk again
+                entry.rewritten = True  # it is offered to the disk again

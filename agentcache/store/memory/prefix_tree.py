@@ -248,7 +248,7 @@ class PrefixTree:
         held = entry.page.checkpoints
         new = {slots: known for slots, known in page.checkpoints.items() if slots <= tokens}
         if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:
-            entry.page.checkpoints = held | new
+            entry.page.checkpoints, entry.passing = held | new, entry.passing | new.keys()  # the disk has none of these yet
             entry.numerics |= numerics | _mixed(entry.first, held, new)
             self.eviction.replace(entry, entry.page)
 
