@@ -104,6 +104,13 @@ class CallForm:
 HERMES = CallForm()
 
 
+def spelled(call: str) -> dict[str, Any]:
+    """The literal text of a call as a model writes it, with NAME and ARGUMENTS in their places."""
+    before, _, rest = call.partition("NAME")
+    between, _, after = rest.partition("ARGUMENTS")
+    return {"before": before, "between": between, "after": after}
+
+
 def sectioned(opened: str, closed: str, calls: Mapping[str, Any], fields: Fields | None = None, **more: Any) -> CallForm:
     """A form whose calls stand in a section of their own, between these marks. calls: the field of one of them."""
     calls = {**calls, "open_pattern": rf"(?:{re.escape(opened)}\s*)?{calls['open_pattern']}"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .call_forms import CALL, CALL_AFTER_SPACE, MARKS, NAMED, PLAIN, PROBE_TOOL, VALUE, WITH_NAME, CallForm, sectioned
+from .call_forms import CALL, CALL_AFTER_SPACE, MARKS, NAMED, PLAIN, PROBE_TOOL, VALUE, WITH_NAME, CallForm, sectioned, spelled
 
 LISTED = CallForm("[TOOL_CALLS]", open="[", before='{"name": "', after="}", joint=", ", close="]")
 _PYTHON_MARK = r"<\|python_(?:tag|start|end)\|>(?:\s*<\|python_end\|>)?\s*(?=\{)"
@@ -31,9 +31,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
         rf"\[TOOL_CALLS\]{PROBE_TOOL}(?:\[CALL_ID\]\w+)?\[ARGS\]{VALUE}",
         CallForm(
             "[TOOL_CALLS]",
-            before="",
-            between="[ARGS]",
-            after="",
+            **spelled("NAME[ARGS]ARGUMENTS"),
             joint="[TOOL_CALLS]",
             thought=("[THINK]", "[/THINK]"),
             fields={"tool_calls": {**NAMED, "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"}},
@@ -44,9 +42,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
         rf"to=functions\.{PROBE_TOOL}<\|channel\|>commentary[^<]*(?:<\|constrain\|>)?\w*<\|message\|>{VALUE}",
         CallForm(
             "<|channel|>commentary to=functions.",
-            before="",
-            between=" <|constrain|>json<|message|>",
-            after="",
+            **spelled("NAME <|constrain|>json<|message|>ARGUMENTS"),
             joint=None,
             thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
             answer=("<|channel|>final<|message|>", ""),
@@ -78,9 +74,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                 "open_pattern": r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<｜]+)\s*```json",
                 "close_pattern": r"```\s*<｜tool▁call▁end｜>",
             },
-            before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            between="\n```json\n",
-            after="\n```<｜tool▁call▁end｜>",
+            **spelled("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>"),
             joint="\n",
         ),
     ),
@@ -91,9 +85,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
             {**NAMED, "open_pattern": r"<｜tool▁call▁begin｜>(?P<name>[^\s<｜]+)<｜tool▁sep｜>", "close": "<｜tool▁call▁end｜>"},
-            before="<｜tool▁call▁begin｜>",
-            between="<｜tool▁sep｜>",
-            after="<｜tool▁call▁end｜>",
+            **spelled("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>"),
             joint="",
         ),
     ),
@@ -108,9 +100,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                 "open_pattern": r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
                 "close": "<|tool_call_end|>",
             },
-            before="<|tool_call_begin|>functions.",
-            between=":0<|tool_call_argument_begin|>",
-            after="<|tool_call_end|>",
+            **spelled("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"),
             joint=None,
         ),
     ),
@@ -159,9 +149,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
         rf"<function={PROBE_TOOL}>{VALUE}</function>",
         CallForm(
             "<function=",
-            before="",
-            between=">",
-            after="</function>",
+            **spelled("NAME>ARGUMENTS</function>"),
             joint="<function=",
             fields={"tool_calls": {**NAMED, "open_pattern": r"<function=(?P<name>[^>\s]+)>(?=\s*\{)", "close": "</function>"}},
         ),
@@ -178,9 +166,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                 "close": "<|tool_call:end|>",
             },
             {"content": {"open": "<|content|>", "close": "<|end|>"}},
-            before="<|tool_call:begin|>0<|tool_call:name|>",
-            between="<|tool_call:args|>",
-            after="<|tool_call:end|>",
+            **spelled("<|tool_call:begin|>0<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>"),
             joint=None,
             thought=("<|think|>", "<|end|><|begin|>assistant"),
             answer=("<|content|>", ""),

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, Fields, sectioned, tagged_call
+from .call_forms import FIRST, MARKS, NAMED, PROBE_TOOL, PYTHON_CALLS, CallForm, Fields, sectioned, spelled, tagged_call
 
 
 def _functions(mark: str, gap: str, **more: Any) -> CallForm:
@@ -16,9 +16,7 @@ def _functions(mark: str, gap: str, **more: Any) -> CallForm:
     argument = rf"<parameter=(?P<key>[^>\n]+)>{skip}(?P<value>.*?){skip}</parameter>"
     return CallForm(
         f"<{mark}>",
-        before="\n<function=",
-        between=">\n",
-        after=f"</function>\n</{mark}>",
+        **spelled(f"\n<function=NAME>\nARGUMENTS</function>\n</{mark}>"),
         joint=f"\n<{mark}>",
         argument=("<parameter=", f">{gap}", f"{gap}</parameter>\n"),
         fields={"tool_calls": tagged_call(name, end, argument)},
@@ -36,9 +34,7 @@ def _delimited(opened: str, closed: str, quote: str, *, fields: Fields | None = 
     }
     return CallForm(
         opened,
-        before="call:",
-        between="{",
-        after=f"}}{closed}",
+        **spelled(f"call:NAME{{ARGUMENTS}}{closed}"),
         joint=opened,
         argument=("", ":", ""),
         comma=",",
@@ -52,9 +48,7 @@ TAGS = _functions("tool_call", "\n")
 PYTHON = CallForm(
     "<|tool_call_start|>",
     open="[",
-    before="",
-    between="(",
-    after=")",
+    **spelled("NAME(ARGUMENTS)"),
     joint=", ",
     close="]<|tool_call_end|>",
     argument=("", "=", ""),
@@ -94,9 +88,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             "</minimax:tool_call>",
             tagged_call(r'<invoke name="(?P<name>[^"]+)">', "</invoke>", r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
             open="\n",
-            before='<invoke name="',
-            between='">\n',
-            after="</invoke>\n",
+            **spelled('<invoke name="NAME">\nARGUMENTS</invoke>\n'),
             joint="",
             argument=('<parameter name="', '">', "</parameter>\n"),
         ),
@@ -106,9 +98,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
         rf'(?P<trigger><｜DSML｜(?:function|tool)_calls>)(?P<open>\s*)<｜DSML｜invoke name="{PROBE_TOOL}">\s*<｜DSML｜parameter '
         r'name="zarg" string="true">zval</｜DSML｜parameter>\s*</｜DSML｜invoke>\s*(?P<close></｜DSML｜(?:function|tool)_calls>)',
         CallForm(
-            before='<｜DSML｜invoke name="',
-            between='">\n',
-            after="</｜DSML｜invoke>\n",
+            **spelled('<｜DSML｜invoke name="NAME">\nARGUMENTS</｜DSML｜invoke>\n'),
             joint="",
             argument=('<｜DSML｜parameter name="', '" string="{is_text}">', "</｜DSML｜parameter>\n"),
             fields={
@@ -147,9 +137,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
         rf'<function name="{PROBE_TOOL}">\s*<param name="zarg">zval</param>\s*</function>',
         CallForm(
             "<function",
-            before=' name="',
-            between='">',
-            after="</function>",
+            **spelled(' name="NAME">ARGUMENTS</function>'),
             joint="\n<function",
             argument=('<param name="', '">', "</param>"),
             fields={
@@ -173,9 +161,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                 r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>(?P<value>.*?)</arg_value:opensource>",
             ),
             open="\n",
-            before="<tool_call:opensource>",
-            between="<tool_sep:opensource>\n",
-            after="</tool_call:opensource>\n",
+            **spelled("<tool_call:opensource>NAME<tool_sep:opensource>\nARGUMENTS</tool_call:opensource>\n"),
             joint="",
             argument=("<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>\n"),
             thought=("<think:opensource>", "</think:opensource>"),
