@@ -37,11 +37,6 @@ _IRRELEVANT = frozenset(
 )
 
 
-def _config_json(config: Any) -> str:
-    kept = {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
-    return json.dumps(kept, sort_keys=True, default=str)
-
-
 class Fingerprint:
     """A model's layer digests: hashed once; looked at before each request and before pages are kept; what changed is hashed again.
 
@@ -215,7 +210,9 @@ class Fingerprint:
 
     def _all_but_layers(self) -> str:
         """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
-        parts = [REVISION, type(self._model).__qualname__, _config_json(self._model.config), behaviour.global_settings(self._names)]
+        kept = {key: value for key, value in self._model.config.to_dict().items() if key not in _IRRELEVANT}
+        config = json.dumps(kept, sort_keys=True, default=str)
+        parts = [REVISION, type(self._model).__qualname__, config, behaviour.global_settings(self._names)]
         parts += [transformers.__version__, torch.__version__, *self._kernels]
         return "\0".join([*parts, *self._built])
 

@@ -23,7 +23,8 @@ _PROOFS = {
 
 def verdict(model: HFModel) -> dict[str, Any]:
     """The verdict, by label."""
-    found: dict[str, Any] = {"reuse": model.support.paged, "proof": _PROOFS.get(model.support.proof) or _unproven(model)}
+    unproven = "none needed: our own loop computes its layers" if model.support.paged else "none made: an obstacle came before it"
+    found: dict[str, Any] = {"reuse": model.support.paged, "proof": _PROOFS.get(model.support.proof) or unproven}
     if getattr(model.model.config, "vision_config", None) is not None:
         found["images"] = "refused: only text is read"
     if model.spec is None:
@@ -44,10 +45,6 @@ def verdict(model: HFModel) -> dict[str, Any]:
             f"its tool group's, its last one, and others while all take at most {SHARE:.0%} of its bytes"
         )
     return found
-
-
-def _unproven(model: HFModel) -> str:
-    return "none needed: our own loop computes its layers" if model.support.paged else "none made: an obstacle came before it"
 
 
 def _kinds(model: HFModel) -> dict[str, int]:

@@ -56,7 +56,8 @@ async def respond(body: ResponseBody, request: Request, state: Serving, tenant: 
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                state.responses.put(namespace, answer.id, StoredResponse(response, [_with_id(item) for item in given], before, chars))
+                kept = [item if item.get("id") else {"type": "message", **item, "id": f"msg_{secrets.token_hex(12)}"} for item in given]
+                state.responses.put(namespace, answer.id, StoredResponse(response, kept, before, chars))
 
         writer = ResponseWriter(answer, body, keep)
         if body.stream:
@@ -291,10 +292,6 @@ def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         raise refused(f"tools[{number}].type", tool.get("type"), "only functions can be called: this server runs no tools of its own")
     known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": known}
-
-
-def _with_id(item: dict[str, Any]) -> dict[str, Any]:
-    return item if item.get("id") else {"type": "message", **item, "id": f"msg_{secrets.token_hex(12)}"}
 
 
 @router.get("/responses/{identity}", tags=["openai"])
