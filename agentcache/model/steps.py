@@ -209,8 +209,7 @@ def _only(batch: Batch, row: int, offset: int) -> Part:
 
 
 def _compiled(model: Any, batch: Batch) -> Programs | None:
-    """Compiled layers for these rows, if they are not too many, start at the bottom, and their operations have the bits of the ordinary
-    ones."""
+    """Compiled layers for these rows, if they are not too many, start at the bottom, and have the bits of the ordinary operations."""
     kernel = batch.numerics.kernel
     pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight, model.dtype)
     if batch.later or batch.acting or pairs is None:
@@ -226,9 +225,8 @@ def _by_programs(
     """`hidden_states` by compiled layers. Rows need no padding here: each is computed by itself."""
     rows, last, gate = compiled.rows, len(decoder.layers) - 1, None
     chosen = torch.tensor(wanted, dtype=torch.long)
+    compiled.load(decoder.embed_tokens(ids[:rows]), cos[:rows], sin[:rows])
     x, query, key, value = (of[:rows] for of in (compiled.x, compiled.query, compiled.key, compiled.value))
-    for mine, given in ((x, decoder.embed_tokens(ids[:rows])), (compiled.cos, cos), (compiled.sin, sin)):
-        mine[:rows] = given[:rows]
     for index, layer in enumerate(decoder.layers):
         top = index == last and 2 * len(wanted) < rows
         compiled.enter(index, gate, not top)  # x: the input of this layer from here on
@@ -247,31 +245,13 @@ def _by_programs(
 
 def _agrees(compiled: Programs, layer: Any, batch: Batch) -> bool:
     """Whether a first layer's compiled functions give the bits of the ordinary operations, on numbers of many sizes."""
-    sizes, rows, kernel = compiled.sizes, compiled.rows, batch.numerics.kernel
-    random = torch.Generator().manual_seed(1)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        wide, spread = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
-        wide *= spread.exp()
-        return wide.to(compiled.x.dtype)
-
-    x, attended = numbers(rows, sizes.hidden), numbers(rows, sizes.heads, sizes.dim)
-    cos, sin = numbers(rows, 1, sizes.dim), numbers(rows, 1, sizes.dim)
-    for mine, given in ((compiled.x, x), (compiled.cos, cos[:, 0]), (compiled.sin, sin[:, 0])):
-        mine[:rows] = given
-    compiled.enter(0)
-    found = [part[:rows].clone() for part in (compiled.query, compiled.key, compiled.value)]
-    compiled.middle(0, attended)
-    found += [compiled.x[:rows].clone(), compiled.gate[:rows].clone()]
-    activated = elementwise(layer.mlp.act_fn, compiled.gate[:rows])
-    compiled.enter(1, activated)
-    block, mlp = layer.self_attn, layer.mlp
+    block, mlp, kernel = layer.self_attn, layer.mlp, batch.numerics.kernel
+    (x, attended, cos, sin), found = compiled.trial(partial(elementwise, mlp.act_fn))
     expected = list(_projected(batch, block, rms_norm(layer.input_layernorm, x), cos, sin))
-    x = x + linear(kernel, attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
+    x = x + linear(kernel, attended.flatten(1), block.o_proj.weight, block.o_proj.bias)
     gate, up = linears(kernel, rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
     expected += [x, gate, x + linear(kernel, elementwise(mlp.act_fn, gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
-    pairs = zip([*found, compiled.x[:rows]], expected, strict=True)
-    return all(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in pairs)
+    return all(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in zip(found, expected, strict=True))
 
 
 _LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}

@@ -161,6 +161,11 @@ class Programs:
             for block, index, name in self._counts:
                 block[index] = counts[name]
 
+    def load(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Take the first layer's input [rows, hidden] and the angles of each row [rows, head_dim]."""
+        for mine, given in ((self.x, x), (self.cos, cos), (self.sin, sin)):
+            mine[: self.rows] = given
+
     def enter(self, layer: int, activated: torch.Tensor | None = None, queries: bool = True) -> None:
         """From the activated gate [rows, inner] of the layer before to this one's query, key and value; after the last layer, to x.
 
@@ -175,6 +180,21 @@ class Programs:
         """From what attention gave [rows, heads, head_dim] to x and the gate."""
         self._attended[layer][0] = attended.data_ptr()
         self._run(ctypes.addressof(self._middle[layer]))
+
+    def trial(self, activate: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The first layer, on numbers of many sizes: its input, what attention gave and angles; then all that it computes of them."""
+        sizes, rows, random = self.sizes, self.rows, torch.Generator().manual_seed(1)
+        given = []
+        for shape in ((rows, sizes.hidden), (rows, sizes.heads, sizes.dim), (rows, 1, sizes.dim), (rows, 1, sizes.dim)):
+            wide, spread = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
+            given.append((wide * spread.exp()).to(self.x.dtype))
+        self.load(given[0], given[2][:, 0], given[3][:, 0])
+        self.enter(0)
+        found = [part[:rows].clone() for part in (self.query, self.key, self.value)]
+        self.middle(0, given[1])
+        found += [self.x[:rows].clone(), self.gate[:rows].clone()]
+        self.enter(1, activate(self.gate[:rows]))
+        return given, [*found, self.x[:rows]]
 
     # what a layer consists of
 

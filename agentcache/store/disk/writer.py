@@ -308,7 +308,8 @@ class Writer:
         row, what = self._save(pending)
         with self._deletions.lock, self._changed:  # else it may have grown since the look at its key
             if entry.key == pending.key and not self._abandoned:
-                entry.row, entry.rewritten = row, pending.name in self._pending  # other checkpoints may have come meanwhile
+                again = self._pending.get(pending.name)
+                entry.row, entry.rewritten = row, again is not None and again.rewritten  # other checkpoints came meanwhile
         self.counts[what] += 1
 
     def write(self, path: Sequence[Entry]) -> bool:
