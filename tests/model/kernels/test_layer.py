@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentcache.model import steps
+from agentcache.model import int8, steps
 from agentcache.model.attention import Batch
 from agentcache.model.kernels import jit, layer, norm_rope
 
@@ -49,6 +49,13 @@ def test_a_layer_has_the_bits_of_the_ordinary_operations(rows: int, dtype: torch
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_a_layer_of_pairs_has_those_bits(rows: int) -> None:
     assert made(qwen3(), rows, pairs=True) is not None
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_a_layer_of_int8_weights_has_those_bits(rows: int) -> None:
+    model = qwen3()
+    int8.quantize(module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear))
+    assert made(model, rows) is not None
 
 
 @pytest.mark.parametrize("hidden", [64, 192, 1024, 2048, 3072])
