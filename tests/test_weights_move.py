@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from agentcache.bench import families
 from agentcache.errors import ModelError, WeightsChangedError
 from agentcache.model import steps
 from agentcache.model.fingerprint import Fingerprint
+from agentcache.model.kernels import jit, layer
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.types import Reason
 from tests import models
@@ -414,6 +416,7 @@ def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
     family: str, path: str, kind: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `torch.func.functional_call` in another thread exchanges all of them."""
+    monkeypatch.setattr(layer, "programs", lambda *_: None)
     model = families.build(family)
     held = model.model.layers.get_submodule(path)._parameters
     name, weight = next(iter(held.items()))
@@ -426,6 +429,33 @@ def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
         ids, logits = answer(running, SHORT)
         assert ids == expected
         assert torch.equal(logits, wanted), "pages of two models were kept"
+
+
+@pytest.mark.skipif(jit.compiler() is None, reason="layers cannot be compiled here")
+def test_compiled_layers_read_the_weights_they_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever exchanges one amid a forward, and drops it."""
+    model = families.build("qwen3")
+    held = model.model.layers[0].mlp.down_proj._parameters
+    alive, other = weakref.ref(held["weight"]), torch.nn.Parameter(held["weight"].detach() * 2)
+    seen, there = list[torch.Tensor](), list[bool]()
+    with engine(model=model, store=None) as running:
+        assert running.model.stepped
+        _, wanted = answer(running, SHORT, "off")
+        inner = steps._by_programs
+
+        def by_programs(*args: Any) -> torch.Tensor:
+            with amid(monkeypatch, lambda: held.update(weight=other), lambda: there.append(alive() is not None), layers=1):
+                seen.append(inner(*args))
+            return seen[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "_by_programs", by_programs)
+            done = running.generate(SHORT, sampling=decode(1))
+        assert there[:1] == [True], "its memory was free while it was read"
+        assert any("begun anew" in note for note in done.receipt.notes)
+        (_, found), (_, now) = answer(running, SHORT), answer(running, SHORT, "off")
+        assert torch.equal(found, now)
+        assert not torch.equal(found, wanted)
 
 
 def test_a_head_exchanged_for_its_product_chooses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

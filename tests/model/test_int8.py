@@ -136,8 +136,8 @@ def test_layers_of_a_decoding_step_are_compiled(folder: Path, monkeypatch: pytes
         pytest.skip("run by transformers' modules")
     run, used = Run(held, tokens(40)), list[int]()
     pack((run, 39))
-    few = steps._few
-    monkeypatch.setattr(steps, "_few", lambda *args: used.append(1) or few(*args))
+    inner = steps._by_programs
+    monkeypatch.setattr(steps, "_by_programs", lambda *args: used.append(1) or inner(*args))
     pack((run, 1))
     assert used
 
