@@ -433,7 +433,7 @@ def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
 
 @pytest.mark.skipif(jit.compiler() is None, reason="layers cannot be compiled here")
 def test_compiled_layers_read_the_weights_they_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever exchanges one amid a forward, and drops it."""
+    """Whoever exchanges one amid a forward, and drops it: the state token holds all of them."""
     model = families.build("qwen3")
     held = model.model.layers[0].mlp.down_proj._parameters
     alive, other = weakref.ref(held["weight"]), torch.nn.Parameter(held["weight"].detach() * 2)

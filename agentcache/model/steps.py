@@ -225,7 +225,6 @@ def _by_programs(
     """`hidden_states` by compiled layers. Rows need no padding here: each is computed by itself."""
     rows, last, gate = compiled.rows, len(decoder.layers) - 1, None
     chosen = torch.tensor(wanted, dtype=torch.long)
-    _weights, compiled.kept = compiled.kept, []  # alive until they were read, though another thread exchange them meanwhile
     compiled.load(decoder.embed_tokens(ids[:rows]), cos[:rows], sin[:rows])
     x, query, key, value = (of[:rows] for of in (compiled.x, compiled.query, compiled.key, compiled.value))
     for index, layer in enumerate(decoder.layers):

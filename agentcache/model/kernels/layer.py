@@ -134,7 +134,6 @@ class Programs:
             for module in layer.modules()
             for name, tensor in module._parameters.items()
         ]
-        self.kept = [owner[name] for owner, name, _ in self._held]  # until the next forward has run
         norms = [vars(module) for layer in layers for module in layer.modules() if hasattr(module, "variance_epsilon")]
         self._epsilons = [(norm, norm["variance_epsilon"]) for norm in norms]
         self._enter: list[_Block] = []
@@ -151,8 +150,7 @@ class Programs:
 
     def holds(self, layers: Any) -> bool:
         """True if these are the layers, in order, with weights where they were and the epsilons that norms had."""
-        self.kept = [owner[name] for owner, name, _ in self._held]
-        placed = list(layers) == self._layers and [*map(jit.address, self.kept)] == [address for *_, address in self._held]
+        placed = list(layers) == self._layers and all(jit.address(owner[name]) == address for owner, name, address in self._held)
         return placed and all(norm["variance_epsilon"] == known for norm, known in self._epsilons)
 
     def resize(self, rows: int) -> None:
