@@ -25,6 +25,7 @@ from agentcache.store.admin.check import pages_of, verify
 from agentcache.store.disk import blob_files, blob_format, blob_io, checkpoint_bytes
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Scope
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Reason
@@ -190,6 +191,37 @@ def test_a_blob_exchanged_before_it_is_read_is_no_damage(
     assert torch.equal(logits, expected[-len(logits) :])
     assert [refusal.reason for refusal in said.receipt.refusals if refusal.reason is Reason.BAD_BLOB] == []
     assert not any(row.bad for row in disk.index.rows())
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_another_process_changes_a_row_amid_its_rewriting(
+    gone: bool, asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gone: it deletes the row; else it writes the page again itself."""
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    one, write, history = asking("mamba2", StoreOptions(tmp_path / "store")), blob_io.write, [SYSTEM, *ASKED[1:], *ASKED[1:]]
+    one([*history, *ASKED[1:]], ())
+    assert one.engine.flush()
+    folder = Folder.open(tmp_path / "store")
+
+    def late(own: Folder, row: Row, *page: Any) -> Row:
+        monkeypatch.setattr(blob_io, "write", write)
+        with Index(folder) as index:
+            removed = index.remove([row.id], force=True) if gone else [index.exchange(row, write(folder, row, *page))]
+        blob_files.remove(folder, removed)
+        return write(own, row, *page)
+
+    monkeypatch.setattr(blob_io, "write", late)
+    one.engine.pin(history, ())
+    assert one.engine.flush()
+    assert blob_io.write is write
+    found = verify(folder)
+    assert found.sound
+    assert len(list((tmp_path / "store").rglob("*.safetensors"))) == found.pages == 1
+    one.engine.pin(history, ())
+    assert one.engine.flush()
+    one.engine.close()
+    assert asking("mamba2", StoreOptions(tmp_path / "store")).engine.pin(history, ()).computed_tokens == 1
 
 
 def test_a_damaged_checkpoint_never_reaches_an_answer(asking: Callable[..., Asking], tmp_path: Path) -> None:
