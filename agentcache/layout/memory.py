@@ -18,9 +18,9 @@ from .canonical import Turn
 from .tokenise import EMPTY, Encoded, common_length
 
 ENTRIES = 256  # renderings per namespace: some more than agents that plausibly alternate on one device
-CHARS = 16_000_000  # of all renderings: at about 5 bytes per character (text, ids, ends as shared ints) some 100-250 MB at most
+CHARS = 16_000_000  # of all renderings: of one byte, and 12 bytes a token, some 60 to 110 MB at most
 SPLICES = 16_384  # remembered messages: 30 steps each of 500 episodes
-GENERATED = 8_000_000  # ids held by them, those of their prompts too: some 20 to 80 bytes each
+GENERATED = 8_000_000  # ids held by them, those of their prompts too: some 16 bytes each, with the text
 
 
 class Kept(Protocol):

@@ -7,6 +7,8 @@ ids     |--- as they were|---- as generated -----------|-- encoded after the las
 
 from __future__ import annotations
 
+from array import array
+
 from .memory import Generated
 from .tokenise import BACK, Encoded, Encoder, Splice
 
@@ -29,7 +31,7 @@ def spliced(
     if _controls(encoder, stock, generated.ids[-1]) != _controls(encoder, own, generated.ids[-1]):
         return None, spent
     splice = Splice(key, source, start, stop, first, len(ids), stock != own)
-    ends = prompt.ends + [stop] * len(generated.ids)
+    ends = prompt.ends + array("i", [stop]) * len(generated.ids)
     return Encoded(text[:stop], ids, ends, (*prompt.splices, splice)), spent
 
 
@@ -37,7 +39,7 @@ def _compared(encoder: Encoder, prompt: Encoded, ids: list[int], text: str) -> t
     """(ids of tokenising `text`, `ids` that stand for it, characters that took), of a window that begins in the prompt's last tokens."""
     first = max(len(prompt.ids) - 4 * BACK, prompt.splices[-1].last if prompt.splices else 0)
     char = prompt.ends[first - 1] if first else 0
-    window = Encoded(prompt.text[char:], prompt.ids[first:], [end - char for end in prompt.ends[first:]])
+    window = Encoded(prompt.text[char:], prompt.ids[first:], array("i", [end - char for end in prompt.ends[first:]]))
     stock, spent = encoder.resume(window, len(window.text), text[char:])
     return stock.ids, ids[first:], spent
 

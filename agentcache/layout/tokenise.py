@@ -17,6 +17,7 @@ import copy
 import hashlib
 import re
 import tempfile
+from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Encoded:
 
     text: str
     ids: list[int]
-    ends: list[int]
+    ends: array[int]
     splices: tuple[Splice, ...] = ()
     places: Sequence[Place] = ()
 
@@ -70,7 +71,7 @@ class Encoded:
         return bisect_right(self.ends, char)
 
 
-EMPTY = Encoded("", [], [])
+EMPTY = Encoded("", [], array("i"))
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
@@ -141,6 +142,7 @@ class Encoder:
         self.control = {i: text for i, text in self.added.items() if i in special or (text.startswith("<|") and text.endswith("|>"))}
         for token_id in listed - set(self.control):
             self.control[int(token_id)] = str(tokenizer.convert_ids_to_tokens(int(token_id)))
+        self._ints: dict[int, int] = {}  # one object for each id, not one for each token of each prompt in memory
 
     @cached_property
     def identity(self) -> bytes:
@@ -153,25 +155,25 @@ class Encoder:
         """The number of ids, added ones included."""
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> tuple[list[int], list[int]]:
+    def encode(self, text: str) -> tuple[list[int], array[int]]:
         """All ids of `text`, and where each ends (empty for a slow tokenizer)."""
         ids, ends, _ = self._encode(text)
         return ids, ends
 
-    def _encode(self, text: str) -> tuple[list[int], list[int], Any]:
+    def _encode(self, text: str) -> tuple[list[int], array[int], Any]:
         """(ids, ends, the tokenizer's own answer)."""
         if not text:
-            return [], [], []
+            return [], array("i"), []
         try:
             text.encode()
         except UnicodeEncodeError as error:
             bad = text[error.start : error.end]
             raise MessageError(f"the text holds {bad!r}, a lone surrogate: decode it with errors='replace' first") from error
         if not self.fast:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), [], []
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), array("i"), []
         out = self._tokenizer(text, **_OPTIONS)
-        ends = [stop for _, stop in out["offset_mapping"]]
-        return list(out["input_ids"]), list(accumulate(ends, max)), out
+        ids, ends = out["input_ids"], accumulate((stop for _, stop in out["offset_mapping"]), max)
+        return [*map(self._ints.setdefault, ids, ids)], array("i", ends), out
 
     def whole(self, text: str) -> Encoded:
         return Encoded(text, *self.encode(text))
@@ -206,10 +208,10 @@ class Encoder:
             ids, ends = self.encode(more)
             last = None
         shift = len(base.text) - len(last or "")
-        joined = Encoded(text, base.ids + ids[skip:], base.ends + [max(len(base.text), end + shift) for end in ends[skip:]], base.splices)
-        return joined, len(more) + len(last or "")
+        ends = array("i", [max(len(base.text), end + shift) for end in ends[skip:]])
+        return Encoded(text, base.ids + ids[skip:], base.ends + ends, base.splices), len(more) + len(last or "")
 
-    def _join(self, known: Encoded, first: int, shared: int, text: str) -> tuple[list[int], list[int], int] | None:
+    def _join(self, known: Encoded, first: int, shared: int, text: str) -> tuple[list[int], array[int], int] | None:
         """(ids, ends, characters tokenised) by the proof in the module's docstring, or None where it fails."""
         cut = known.tokens_before(shared) - BACK
         while cut > first and known.ends[cut] == known.ends[cut - 1]:
@@ -218,7 +220,7 @@ class Encoder:
             return None
         start = known.ends[cut - 1]
         ids, ends, answer = self._encode(text[start:])
-        ends = [end + start for end in ends]
+        ends = array("i", [end + start for end in ends])
         if known.text[known.ends[-1] :].strip() or text[ends[-1] if ends else start :].strip():
             return None  # characters without a token: where the others end is not to be believed
         run, old, new = agreement(known.ids, known.ends, cut, ids, ends, shared)
@@ -235,7 +237,9 @@ class Encoder:
         return known.ids[:old_at] + ids[new_at:], known.ends[:old_at] + ends[new_at:], len(text) - start
 
 
-def agreement(known_ids: list[int], known_ends: list[int], cut: int, ids: list[int], ends: list[int], shared: int) -> tuple[int, int, int]:
+def agreement(
+    known_ids: list[int], known_ends: array[int], cut: int, ids: list[int], ends: array[int], shared: int
+) -> tuple[int, int, int]:
     """(length, known index, new index) of the longest run before `shared` in which ids and ends agree."""
     stop_old, stop_new = bisect_right(known_ends, shared), bisect_right(ends, shared)
     best, best_at = 0, (0, 0)

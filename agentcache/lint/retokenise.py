@@ -10,6 +10,8 @@ read from the other side). Where it fails, all text after the change is tokenise
 
 from __future__ import annotations
 
+from array import array
+
 from ..layout.tokenise import BACK, RUN, Encoded, Encoder, agreement, common_length
 from .texts import shared_end
 
@@ -44,12 +46,11 @@ def _rejoined(encoder: Encoder, known: Encoded, text: str, shared: int) -> Encod
     window = text[: known.ends[last - 1] + shift]
     left = encoder.resume(known, shared, window)[0]
     begin = left.tokens_before(new_stop - size)
-    ends = [end + shift for end in known.ends[first:last]]
+    ends = array("i", [end + shift for end in known.ends[first:last]])
     run, old, new = agreement(known.ids[first:last], ends, 0, left.ids[begin:], left.ends[begin:], len(window))
     if run < RUN:
         return None
     old_at, new_at, stop = first + old + run // 2, begin + new + run // 2, known.tokens_before(old_stop)
     ids = left.ids[:new_at] + known.ids[old_at:stop]
-    moved = known.ends[old_at:stop]
-    ends = left.ends[:new_at] + ([end + shift for end in moved] if shift else moved)
+    ends = left.ends[:new_at] + array("i", [end + shift for end in known.ends[old_at:stop]])
     return Encoded(text[: ends[-1]], ids, ends)

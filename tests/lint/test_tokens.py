@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.layout.tokenise import Encoded, Encoder
+from agentcache.layout.tokenise import EMPTY, Encoder
 from agentcache.lint import Cause, Options, lint
 from agentcache.lint.retokenise import LEAST, resumed
 from agentcache.lint.templated import Loaded
@@ -79,7 +79,7 @@ def test_text_after_a_change_keeps_its_ids(seed: int) -> None:
     body, tail = text(rng, 1_500), "<|im_end|>\n<|im_start|>assistant\n"
     first = rng.randrange(len(body) // 2)
     places = [first, first, rng.randrange(len(body))]
-    known = Encoded("", [], [])
+    known = EMPTY
     for step, place in enumerate(places):
         said = f"It is 09:{step + 10}:{rng.randrange(60)}. {'ab ' * rng.randrange(9)}"
         more = text(rng, 40) if step else ""
@@ -98,7 +98,7 @@ def test_a_tail_that_only_looks_alike_is_tokenised_whole() -> None:
     encoder = Encoder(tokenizer())
     body = text(rng, 900)
     was, now = f"a {body} {body[:400]} end" + "x" * 80, f"b {body[: len(body) // 2]} {body[:400]} end" + "x" * 80
-    known = resumed(encoder, resumed(encoder, Encoded("", [], []), was), now)
+    known = resumed(encoder, resumed(encoder, EMPTY, was), now)
     assert (known.ids, known.ends) == encoder.encode(now)
 
 
