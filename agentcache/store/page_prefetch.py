@@ -130,6 +130,8 @@ class PagePrefetch:
             return False
         try:
             self._step()
+            if self.state is State.DONE:
+                self._look_elsewhere()
         except (StoreCorruptError, StoreFormatError, BlobError) as error:  # computed instead, and said
             self._refuse(str(error), reason=Reason.BAD_BLOB)
             self.state = State.DONE
@@ -180,6 +182,12 @@ class PagePrefetch:
             return
         self.state = State.READING
         self._read = _Read(self._disk, found, generation, self._wanted.spec, self._wake)
+
+    def _look_elsewhere(self) -> None:
+        """Let the receipt say so where the disk has this prompt under other weights alone: the model of that name was exchanged."""
+        if not self.tokens and self._match_memory().missed is Reason.COLD and (other := self._disk.index.elsewhere(self._scope, self._ids)):
+            with self._tree.lock:
+                self._tree.log.add_head(self._scope.root, self._ids, other, Reason.FINGERPRINT)
 
     def _match_exact(self) -> Match:
         """The longest exact prefix in memory, for a request that accepts fewer bits."""

@@ -562,3 +562,19 @@ def test_another_prompts_last_page_is_read_up_to_ours(model: Any, tmp_path: Path
         again = second.generate(TURNS, sampling=decode()).receipt  # the other one's tail is still on disk
         assert again.cached_tokens == again.prompt_tokens - 1
         assert again.bitwise
+
+
+@pytest.mark.parametrize("words", [2, 150])  # a page partly filled, and whole ones
+def test_an_exchanged_model_is_told_from_a_cold_store(model: Any, tmp_path: Path, words: int) -> None:
+    asked = chat(long_text(words))
+    with engine(model=model, store=tmp_path / "store") as before:
+        before.generate(asked, sampling=decode())
+        assert before.flush()
+    with engine(model=models.build("qwen3", num_hidden_layers=2, seed=1), store=tmp_path / "store") as after:
+        (refusal,) = after.generate(asked, sampling=decode()).receipt.refusals
+        assert (refusal.reason, refusal.start) == (Reason.FINGERPRINT, 0)
+        assert refusal.detail == "cached under other weights, config or versions"
+        assert [one.reason for one in after.generate(asked, sampling=decode()).receipt.refusals] == [Reason.LAST_TOKEN]
+        for other in ({"namespace": "other"}, {"messages": chat("x", system="Another system text.")}):
+            cold = after.generate(**{"messages": asked, "sampling": decode(), **other}).receipt.refusals[0]
+            assert "weights" not in cold.detail, other

@@ -118,6 +118,12 @@ class Index(IndexMetadata, AbstractContextManager["Index"]):
                     found[key] = ids
         return found
 
+    def elsewhere(self, scope: Scope, ids: Ids) -> str:
+        """The fingerprint of other weights under which a page begins as this prompt does, if these weights have none such; else ""."""
+        sql = "SELECT DISTINCT fingerprint FROM pages WHERE parent = ? AND head = ? AND bad IS NULL ORDER BY fingerprint"
+        found = [fingerprint for (fingerprint,) in self._all(sql, scope.root, schema.head(self.folder, ids))]
+        return "" if any(one.partition("+")[0] == scope.weights for one in found) else next(iter(found), "")
+
     def _decoded(self, record: tuple[Any, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
         """A row, if it belongs where it was found."""
         for row in readable(self.folder, filter(None, (record,))):

@@ -27,19 +27,22 @@ class EvictionLog:
     def add(self, parent: bytes, key: bytes, ids: np.ndarray, fingerprint: str, reason: Reason) -> None:
         self.discard(key)
         self._pages[key] = (parent, len(ids), fingerprint, reason)
-        self._heads[page_key(parent, ids[:HEAD])] = (fingerprint, reason)
-        if len(self._heads) > REMEMBERED:
-            self._heads.popitem(last=False)
+        self.add_head(parent, ids, fingerprint, reason)
         self._under.setdefault(parent, set()).add(key)
         if len(self._pages) > REMEMBERED:
             self.discard(next(iter(self._pages)))
 
+    def add_head(self, parent: bytes, ids: np.ndarray, fingerprint: str, reason: Reason) -> None:
+        """Remember how a page began that this process dropped, or never had."""
+        self._heads[page_key(parent, ids[:HEAD])] = (fingerprint, reason)
+        if len(self._heads) > REMEMBERED:
+            self._heads.popitem(last=False)
+
     def discard(self, key: bytes) -> None:
         """Forget a page that is cached again."""
         if (record := self._pages.pop(key, None)) is not None:
-            under = self._under[record[0]]
-            under.discard(key)
-            if not under:
+            self._under[record[0]].discard(key)
+            if not self._under[record[0]]:
                 del self._under[record[0]]
 
     def why(self, parent: bytes, ids: np.ndarray, known: int, fingerprint: str) -> Reason | None:

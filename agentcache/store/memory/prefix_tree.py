@@ -45,7 +45,7 @@ class PrefixTree:
         self.lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
         self.pins = Pins()
-        self._log = EvictionLog()
+        self.log = EvictionLog()
         self.index: EntryIndex | None = None
 
     def __len__(self) -> int:
@@ -127,8 +127,7 @@ class PrefixTree:
             above = path[-1] if path else self._roots.get(scope)
             if above is None or at < len(before):
                 return {}
-            wanted, size = first.tobytes(), len(first)
-            return {key: child.ids for key, child in above.children.items() if child.ids[:size].tobytes() == wanted}
+            return {key: child.ids for key, child in above.children.items() if child.ids[: len(first)].tobytes() == first.tobytes()}
 
     def checkpoints(self, scope: Scope, ids: Ids) -> dict[int, Checkpoint]:
         """The checkpoints of a cached prompt, by position."""
@@ -146,9 +145,7 @@ class PrefixTree:
                 break
             path.append(best)
             at += run
-            if run < PAGE_TOKENS:
-                break
-            entry = best
+            entry = best if run == PAGE_TOKENS else None
         return path, at
 
     def _why(self, scope: Scope, path: list[Entry], ids: Ids, at: int) -> tuple[Reason, str]:
@@ -156,7 +153,7 @@ class PrefixTree:
             return Reason.LAST_TOKEN, ""
         inside = at % PAGE_TOKENS
         parent = scope.root if at < PAGE_TOKENS else path[at // PAGE_TOKENS - 1].key
-        gone = self._log.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
+        gone = self.log.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
         if gone not in (None, Reason.FINGERPRINT):
             return gone, ""
         for other in self._roots:
@@ -181,7 +178,7 @@ class PrefixTree:
                 "pins": len(self.pins),
                 "pinned_pages": sum(entry.pins > 0 for entry in self.eviction),
                 "indexed": 0 if self.index is None else len(self.index),
-                "evictions": len(self._log),
+                "evictions": len(self.log),
             }
 
     # -- keeping ---------------------------------------------------------------------------------------------------
@@ -235,7 +232,7 @@ class PrefixTree:
         self.eviction.add(child)
         self._index(child)
         self.changes += 1
-        self._log.discard(child.key)
+        self.log.discard(child.key)
         if len(parent.children) > CHILDREN:
             self.eviction.drop_oldest([c for c in self.eviction if c.parent is parent and c is not child])
         return child
@@ -258,7 +255,7 @@ class PrefixTree:
         del entry.parent.children[entry.key]
         entry.key, entry.ids, entry.row = page_key(entry.parent.key, ids), ids, 0
         entry.parent.children[entry.key] = entry
-        self._log.discard(entry.key)
+        self.log.discard(entry.key)
         self.changes += 1
 
     def retract(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[Key]:
@@ -361,7 +358,7 @@ class PrefixTree:
             gone.page.wrong |= reason is Reason.BAD_BLOB  # requests that run on it may admit it again
             if self.index is not None:
                 self.index.drop(gone)
-            self._log.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
+            self.log.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
             self.eviction.remove(gone)
             self.changes += 1
             del gone.parent.children[gone.key]
