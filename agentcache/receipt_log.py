@@ -43,6 +43,8 @@ class ReceiptLog:
     """One engine's chain. Thread safe; a line is in the system's hands when `append` returns."""
 
     def __init__(self, folder: str | os.PathLike[str], file_bytes: int = FILE_BYTES) -> None:
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):  # "" would be the current folder, with a key in it
+            raise ConfigError(f"receipts={folder!r:.100}: must name a folder; None writes no receipts")
         self.folder = Path(folder).expanduser().absolute()  # files come with requests, wherever the process is by then
         self._file_bytes = file_bytes
         try:

@@ -33,7 +33,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.expanduser(path))
         self._lock = threading.Lock()
         self._file: int | None = None
         try:

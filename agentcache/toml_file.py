@@ -18,7 +18,7 @@ else:
 def read_toml(path: str | os.PathLike[str], name: str, error: type[AgentCacheError] = ConfigError) -> tuple[dict[str, Any], str]:
     """The tables of a file, and its text. name: what an error calls the file."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
         return tomllib.loads(text), text
     except (OSError, ValueError) as fault:
         raise error(f"{name} cannot be read: {fault}") from fault

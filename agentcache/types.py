@@ -370,7 +370,7 @@ class StoreOptions:
     encryption_key: bytes | None = field(default=None, repr=False)  # 32 bytes; None: AGENTCACHE_KEY, else no encryption
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, (str, os.PathLike, type(None))):
+        if not isinstance(self.folder, (str, os.PathLike, type(None))) or self.folder == "":  # that would be the current folder
             raise ConfigError(f"store={self.folder!r:.100}: must be a folder, StoreOptions(folder, ...), or None for no disk")
         for name in ("refuse_slow", "overwrite"):
             if not isinstance(value := getattr(self, name), bool):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from agentcache import Engine, Reason, Sampling, errors
+from agentcache import Engine, Reason, Recorder, Sampling, errors
 from agentcache.kv import Page
 from agentcache.layout.tokenise import Encoder
 from agentcache.runner import Runner
@@ -70,6 +71,9 @@ def test_a_prompt_far_too_long_is_refused_by_its_start(monkeypatch: pytest.Monke
         ({"load_in_4bit": True, "load_in_8bit": True}, "choose one"),
         ({"dtype": "float16"}, "dtype"),
         ({"store": 5}, r"store=5: must be a folder, StoreOptions\(folder, ...\), or None"),
+        ({"store": ""}, "store='': must be a folder"),
+        ({"store": None, "receipts": ""}, "receipts='': must name a folder"),
+        ({"store": None, "receipts": 5}, "receipts=5: must name a folder"),
     ],
     ids=str,
 )
@@ -83,6 +87,16 @@ def test_settings_are_refused_before_weights_are_loaded(option: dict[str, Any], 
     monkeypatch.setattr("agentcache.model.open_model.load", lambda *given, **loading: pytest.fail("loaded"))
     with pytest.raises((errors.ConfigError, TypeError), match=next(iter(option))):
         Engine("embedded", **option)
+
+
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.toml").write_text('[[rule]]\nreuse = ["off"]\n')
+    with engine(store="~/store", receipts="~/receipts", policy="~/rules.toml") as running, Recorder("~/requests.jsonl"):
+        assert running.generate(chat("x")).receipt.refusals[0].reason == "POLICY"
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "receipts", "rules.toml", "requests.jsonl"}
 
 
 def test_a_setting_that_there_is_not_is_named() -> None:

@@ -82,7 +82,7 @@ class Folder:
         key: 32 bytes to encrypt with (default_key()); it must be given exactly if the store was made with it.
         StorePermissionError: belongs or is open to another user. StoreFormatError: another version, another key, or no store at all.
         """
-        place = default_path() if path is None else Path(path)
+        place = default_path() if path is None else Path(os.path.expanduser(path))
         if place is None:
             raise StoreError("AGENTCACHE_DIR='': nothing is kept on disk; unset it or name a folder")
         place = place.absolute()
