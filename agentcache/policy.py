@@ -80,8 +80,8 @@ class Rule:
         for what, most, size in (("pages", self.pages, lambda one: one.pages), ("bytes", self.bytes, lambda one: one.kv_bytes)):
             before, own = sum(map(size, others)), size(made)
             if most is not None and before + own > most:
-                said = f"{self.name!r}: {made.namespace!r} may pin {most} {what}"
-                raise PolicyError(f"{said}: {before} are pinned, {made.name!r} has {own}; release a tool group")
+                said = f"{self.name!r}: {made.namespace!r} may pin {most} {what}: {before} are pinned, {made.name!r} has {own}"
+                raise PolicyError(f"{said}; {'release a tool group' if own <= most else 'shorten it, or let the rule allow more'}")
 
 
 class Policy:

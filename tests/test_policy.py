@@ -122,7 +122,9 @@ def test_pinned_pages_are_bounded(ruled: Opened, bound: str, said: str) -> None:
     with ruled(f'[[rule]]\nname = "small"\n{bound}') as running:
         running.warm("You keep a lighthouse.", name="lamp")
         with pytest.raises(PolicyError, match=f"'small': 'default' {said}.*release"):
-            running.warm(SYSTEM * 5, name="large")
+            running.warm("You keep a harbour.", name="buoy")
+        with pytest.raises(PolicyError, match=f"'small': 'default' {said}.*shorten it, or let the rule allow more"):
+            running.warm(SYSTEM * 40, name="large")
         assert [group.name for group in running.groups] == ["lamp"]
         with pytest.raises(PolicyError):
             running.warm(SYSTEM * 40, name="lamp")

@@ -37,6 +37,7 @@ def serve(
     weights: WeightsOption = None,
     bits: Annotated[int | None, typer.Option(help="Quantize the weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
     policy: PolicyOption = None,
+    receipts: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder in which each request leaves a receipt.")] = None,
     store: StoreOption = None,
 ) -> None:
     """Serve models: OpenAI's and Anthropic's API, tool groups, a page."""
@@ -49,12 +50,12 @@ def serve(
         from ..server.tenants import Tenants
     except ImportError as error:
         raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
-    _check(timeout, policy, device, weights, bits)
+    _check(timeout, policy, device, weights, bits, receipts)
     tenants = Tenants.read(keys, requests)
     if host not in LOCAL and not tenants.asks_for_keys:
         raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
     options: dict[str, Any] = {"dtype": dtype and dtype.value, "device": device, "weights": weights and weights.value, "policy": policy}
-    options |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
+    options |= {"receipts": receipts, "load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
     adapters = dict(named_adapter(said) for said in adapter or ())
     served = [
         _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system, tenants)
@@ -70,7 +71,9 @@ def serve(
         EndingServer(create_app(state), state.closing).run([listener])
 
 
-def _check(timeout: float, policy: Path | None, device: str, weights: Weights | None, bits: int | None) -> None:
+def _check(
+    timeout: float, policy: Path | None, device: str, weights: Weights | None, bits: int | None, receipts: Path | None = None
+) -> None:
     """Refuse, before it listens, what each engine would refuse later."""
     if not timeout:
         raise ConfigError(f"--timeout={timeout!r}: no answer is whole in no time; give seconds, or inf for no bound")
@@ -78,6 +81,10 @@ def _check(timeout: float, policy: Path | None, device: str, weights: Weights | 
         from ..policy import Policy
 
         Policy.read(policy)
+    if receipts is not None:
+        from ..receipt_log import ReceiptLog
+
+        ReceiptLog(receipts)
     if device != "cpu":
         from ..model.loading import place
 

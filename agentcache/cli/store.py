@@ -9,6 +9,7 @@ import json
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -247,9 +248,11 @@ def _table(groups: list[dict[str, Any]], what: str) -> Table:
     """Tool groups, or sessions, a line each."""
     left_out = {"session": ["model", "#tools", "#created"], "tool group": ["#leased until"]}[what]
     left_out += [] if any(g["adapter"] for g in groups) else ["adapter"]
+    alike = Counter((g["name"], g["namespace"], g["model"], g["adapter"]) for g in groups)  # of a model that was exchanged or updated
+    left_out += [] if max(alike.values()) > 1 else ["fingerprint"]
     rows = [
         {what: g["name"], "namespace": g["namespace"], "model": _short(g["model"]), "adapter": g["adapter"][:12],
-         "#tokens": g["prefix_tokens"], "#tools": len(g["tools"]),
+         "fingerprint": g["fingerprint"][:12], "#tokens": g["prefix_tokens"], "#tools": len(g["tools"]),
          "#pages": f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", "#size": size(g["bytes"]),
          "#created": g["created"][:10], "#leased until": (g["leased_until"] or "")[:16]} for g in groups
     ]  # fmt: skip

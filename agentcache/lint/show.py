@@ -64,7 +64,8 @@ def _head(report: Report) -> Text:
     out = Text()
     requests, conversations, tokens = totals["requests"], totals["conversations"], totals["prompt_tokens"]
     out.append(f"{plain(report.source)}: ", "bold")
-    out.append(f"{counted(requests, 'request')} in {counted(conversations, 'conversation')}, {tokens:,} prompt tokens ({report.unit})\n")
+    of = "" if report.unit == "tokens" else f" ({report.unit})"
+    out.append(f"{counted(requests, 'request')} in {counted(conversations, 'conversation')}, {tokens:,} prompt tokens{of}\n")
     if totals["reused_share"] is None:
         out.append("no conversation has a second request: nothing to compare")
     else:

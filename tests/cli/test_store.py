@@ -97,6 +97,16 @@ def test_ls_lists_groups(place: Path) -> None:
     assert told("ls", "--store", place, "--namespace", "alice")["groups"] == []
 
 
+def test_ls_tells_groups_of_one_name_apart(place: Path) -> None:
+    with Index(Folder.open(place)) as index:
+        assert "fingerprint" not in said("ls", "--store", place)
+        (group,) = index.groups("tests", "harbour/north")
+        index.put_group(replace(group, fingerprint="0123456789abcdef"))
+    out = said("ls", "--store", place)
+    assert "fingerprint" in out
+    assert "0123456789ab " in out
+
+
 def name_session(place: Path, name: str, lease_s: float) -> None:
     """Record the group's pages as those of a session too."""
     with Index(Folder.open(place)) as index:

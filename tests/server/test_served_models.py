@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -206,6 +207,17 @@ def test_weights_are_quantized_as_the_command_says(monkeypatch: pytest.MonkeyPat
     assert "choose one" in commanded(monkeypatch, "embedded", "--bits", "4", "--weights", "int8")[1]
     assert "MODEL: there is no folder '/no/model'" in commanded(monkeypatch, "m=/no/model")[1]
     assert "--adapter: there is no folder './no'" in commanded(monkeypatch, "embedded", "--adapter", "a=./no")[1]
+
+
+def test_the_command_has_receipts_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("agentcache.engine.Engine", lambda path, **options: made.append(options))
+    state, _ = commanded(monkeypatch, "embedded", "--receipts", str(tmp_path / "receipts"))
+    assert state is not None
+    state.models.first.open(print)
+    assert made[0]["receipts"] == tmp_path / "receipts"
+    (tmp_path / "file").touch()
+    assert "name a folder of your own" in commanded(monkeypatch, "embedded", "--receipts", str(tmp_path / "file"))[1]
 
 
 def test_the_command_tells_an_address_that_clients_take(monkeypatch: pytest.MonkeyPatch) -> None:
