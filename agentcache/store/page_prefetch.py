@@ -130,8 +130,7 @@ class PagePrefetch:
             return False
         try:
             self._step()
-            if self.state is State.DONE:
-                self._look_elsewhere()
+            self._look_elsewhere()
         except (StoreCorruptError, StoreFormatError, BlobError) as error:  # computed instead, and said
             self._refuse(str(error), reason=Reason.BAD_BLOB)
             self.state = State.DONE
@@ -185,7 +184,9 @@ class PagePrefetch:
 
     def _look_elsewhere(self) -> None:
         """Let the receipt say so where the disk has this prompt under other weights alone: the model of that name was exchanged."""
-        if not self.tokens and self._match_memory().missed is Reason.COLD and (other := self._disk.index.elsewhere(self._scope, self._ids)):
+        if self.state is not State.DONE or self.tokens or self._match_memory().missed is not Reason.COLD:
+            return
+        if other := self._disk.index.elsewhere(self._scope, self._ids):
             with self._tree.lock:
                 self._tree.log.add_head(self._scope.root, self._ids, other, Reason.FINGERPRINT)
 
