@@ -34,6 +34,12 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+def talk(count: int) -> list[dict[str, str]]:
+    """A conversation of so many questions, about 80 tokens each."""
+    turns = [(user(f"What is the tide {at}? " * 16), {"role": "assistant", "content": "High. " * 3}) for at in range(count)]
+    return [SYSTEM, *(message for turn in turns for message in turn)][:-1]
+
+
 @contextmanager
 def by_pieces() -> Iterator[None]:
     """Load models with states as if these depended on where pieces end."""

@@ -26,7 +26,7 @@ from agentcache.store.keys import as_ids
 from agentcache.store.store import Store
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Layout, Span
-from tests.asking import SYSTEM, TOOLS, Asking, user
+from tests.asking import SYSTEM, TOOLS, Asking, talk, user
 from tests.engines import wait_until
 from tests.store.stored_pages import read_page
 
@@ -243,12 +243,6 @@ def test_what_is_pinned_is_not_computed_again(
     first.engine.flush()
     first.engine.close()
     assert max(computed(asking("qwen3_5_text", tmp_path / "store"))) <= 1
-
-
-def talk(count: int) -> list[dict[str, str]]:
-    """A conversation of so many questions, about 80 tokens each."""
-    turns = [(user(f"What is the tide {at}? " * 16), {"role": "assistant", "content": "High. " * 3}) for at in range(count)]
-    return [SYSTEM, *(message for turn in turns for message in turn)][:-1]
 
 
 def test_what_ends_in_a_stored_page_is_pinned_on_disk(

@@ -28,8 +28,8 @@ from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Scope
 from agentcache.store.tool_group import ToolGroup
-from agentcache.types import Reason
-from tests.asking import SYSTEM, TOOLS, Asking, user
+from agentcache.types import PAGE_TOKENS, Reason
+from tests.asking import SYSTEM, TOOLS, Asking, talk, user
 from tests.store.stocked_store import manifest_of
 from tests.store.stored_pages import blob_path, edit_file, fill_page, noise_page, read_page, refused_read, unstored_row
 
@@ -273,6 +273,50 @@ def test_a_group_carries_its_checkpoints_to_another_store(asking: Callable[..., 
     said, logits = asking("qwen3_5_text", tmp_path / "there")(ASKED)
     assert said.receipt.disk_tokens == said.receipt.cached_tokens == group.prefix_tokens
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("asked", [3, 9], ids=["longer page", "same pages"])
+def test_an_import_adds_the_checkpoints_that_pages_lack(
+    asked: int, asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages came there with a longer conversation, which keeps no checkpoint where the group ends."""
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    history = talk(6)
+    one, other = (asking("mamba2", tmp_path / name) for name in ("here", "there"))
+    one.engine.pin(history[:asked], name="start")
+    other(history, ())
+    for each in (one, other):
+        each.engine.close()
+    with Index(Folder.open(tmp_path / "here")) as here, Index(Folder.open(tmp_path / "there")) as there:
+        export_group(here.folder, here, here.groups()[0], tmp_path / "start.group")
+        before = there.total()
+        assert import_group(there.folder, there, tmp_path / "start.group").written == 0
+        assert there.total()[0] == before[0]
+    assert verify(Folder.open(tmp_path / "there")).sound
+    assert len([*(tmp_path / "there").rglob("*.safetensors")]) == before[0]
+    again = asking("mamba2", tmp_path / "there")
+    assert again.engine.pin(history[:asked]).computed_tokens == 1
+    said, logits = again([*history, {"role": "assistant", "content": "Yes."}, user("Why?")], ())
+    assert said.receipt.cached_tokens > PAGE_TOKENS, "the conversation's own checkpoint is there still"
+    assert torch.equal(again([*history, {"role": "assistant", "content": "Yes."}, user("Why?")], (), reuse="off")[1], logits)
+
+
+def test_a_page_of_another_process_gets_checkpoints(asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's conversation is longer, and keeps fewer in this page."""
+    one, other, history = asking("mamba2", tmp_path / "store"), asking("mamba2", tmp_path / "store"), talk(12)
+    disk = one.engine.store.disk
+    assert disk is not None
+    monkeypatch.setattr(one.engine.store, "defer_writes", lambda busy: None)
+    disk.writer.quiet.clear()  # nothing is written until the flush
+    monkeypatch.setattr(checkpoints, "SHARE", 0.99)
+    one(history[:15], ())
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
+    other(history, ())
+    assert other.engine.flush()
+    before = sum(row.checkpoint_bytes for row in disk.index.rows() if not row.place)
+    assert one.engine.flush()
+    assert sum(row.checkpoint_bytes for row in disk.index.rows() if not row.place) > before
+    assert asking("mamba2", tmp_path / "store").engine.pin(history[:9]).computed_tokens < 10, "those after the end of its last message"
 
 
 @pytest.fixture

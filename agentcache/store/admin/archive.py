@@ -9,6 +9,7 @@ to know. The importing store authenticates and encrypts the pages anew.
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import secrets
@@ -34,6 +35,7 @@ from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
 from ..keys import Role, page_key
+from ..memory.prefix_tree import PIECES
 from ..tool_group import SESSION, ToolGroup
 from .check import Progress, pages_of
 
@@ -131,8 +133,13 @@ def _repacked(packed: np.ndarray, tokens: int, wanted: int) -> np.ndarray:
 @contextmanager
 def _new_file(target: Path) -> Iterator[int]:
     """A descriptor for a file that gets its name once the block ends, and is gone if it fails. StoreError if the name is taken."""
-    part = target.with_name(f"{target.name[:80]}.{secrets.token_hex(8)}.part")
+    name, unique = f"{target.name[:80]}.part-", f"{secrets.token_hex(4)}-{process_identity.token()}"
+    part = target.with_name(name + unique)
     try:
+        for left in target.parent.glob(f"{glob.escape(name)}*"):  # of a killed export: it holds the prompt, too
+            writer = process_identity.TOKEN.fullmatch(left.name.rpartition("-")[2])
+            if writer and not process_identity.alive(writer[0], left.lstat().st_mtime):
+                left.unlink()
         if os.path.lexists(target):
             raise StoreError(f"{str(target)!r} is there already: name another file, or delete it")
         fd = os.open(part, NEW, 0o600)
@@ -191,9 +198,13 @@ def import_group(
         for other in index.groups(group.namespace, group.name):
             if other.fingerprint == group.fingerprint and other.tip != group.tip:
                 raise ConfigError(f"a tool group {group.name!r} with other contents is in namespace {group.namespace!r}: give --name")
+        blob_files.sweep(folder, index.has_blobs)  # what a killed import left takes the room of this one
         found = pages_of(index, group, [row.precision for row in rows])
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
+        for row, page, known in zip(rows, pages, found, strict=True):
+            if known is not None and row.checkpoint_bytes:
+                _add_checkpoints(folder, index, known, page)
         blob_files.remove(folder, index.promote([row.id for row in found if row is not None], role))
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
@@ -316,6 +327,25 @@ def _finite(page: Blob, progress: Callable[[int], None]) -> Callable[[int], list
         return [stored]
 
     return section
+
+
+def _add_checkpoints(folder: Folder, index: Index, known: Row, page: Blob) -> None:
+    """Write a known page once more if it lacks checkpoints of the archive's: without them a model with states computes it again."""
+    layers = len(known.widths)
+    own = unpack(_finite(page, lambda count: None)(layers)[0], page.row.tokens)
+    with suppress(BlobError), opened(folder, known) as blob:  # of a page that is damaged, or evicted meanwhile, nothing is mended here
+        held = unpack(blob.plain(layers), known.tokens) if known.checkpoint_bytes else {}
+        if own.keys() <= held.keys():
+            return
+        packed = memoryview(pack(own | held, known.tokens))
+        mixed = page.row.numerics | ({PIECES} if any(one.cuts for one in own.values()) else set())
+        more = replace(known, checkpoint_bytes=len(packed), numerics=known.numerics | mixed)
+        new = blob_io.write_sections(folder, more, lambda at: [packed] if at == layers else [blob.plain(at)])
+        spare = new
+        try:
+            spare = index.exchange(known, new)
+        finally:
+            blob_files.remove(folder, [spare])
 
 
 def _take(folder: Folder, index: Index, missing: Sequence[tuple[Row, Blob]], progress: Progress | None) -> list[Row]:

@@ -193,7 +193,7 @@ class DiskTier:
         fingerprint, row = entry.scope.fingerprint, self._row(pending)
         known = self.index.row(pending.key, fingerprint, row.precision)
         if known is not None and not known.bad:
-            if pending.rewritten and known.numerics == pending.numerics:
+            if known.numerics == pending.numerics and (pending.rewritten or pending.checkpoint_bytes > known.checkpoint_bytes):
                 self._rewrite(known, pending, parent)
             blob_files.remove(self.folder, self.index.promote([known.id], pending.role))
             return known.id, "known"

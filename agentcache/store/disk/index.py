@@ -263,8 +263,8 @@ class Index(IndexMetadata, AbstractContextManager["Index"]):
         now: the old one's, or that of `new` where the row is gone or another meanwhile, or is pinned and would lose bits."""
 
         def exchanges(connection: sqlite3.Connection) -> Row:
-            sql = "UPDATE pages SET blob = ?, bytes = ?, checkpoint_bytes = ?, precision = ? WHERE id = ? AND blob = ?"
-            values = new.blob, new.bytes, new.checkpoint_bytes, new.precision, row.id, row.blob
+            sql = "UPDATE pages SET blob = ?, bytes = ?, checkpoint_bytes = ?, precision = ?, numerics = ? WHERE id = ? AND blob = ?"
+            values = new.blob, new.bytes, new.checkpoint_bytes, new.precision, ",".join(sorted(new.numerics)), row.id, row.blob
             lossy = new.precision != row.precision
             if (lossy and row.id in pinned(connection)) or not connection.execute(sql, values).rowcount:
                 return new

@@ -23,7 +23,7 @@ from agentcache.private import lock
 from agentcache.store.admin import archive
 from agentcache.store.admin.archive import export_group, import_group, open_archive
 from agentcache.store.admin.check import pages_of
-from agentcache.store.disk import blob, blob_files, blob_io
+from agentcache.store.disk import blob, blob_files, blob_io, process_identity
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
@@ -439,6 +439,27 @@ def test_what_is_no_plain_file_is_refused(other: Index, tmp_path: Path, make: Ca
         import_group(other.folder, other, tmp_path / "file")
     with pytest.raises(StoreError, match="cannot be opened"):
         import_group(other.folder, other, tmp_path / "none")
+
+
+# -- what killed processes left --------------------------------------------------------------------------------------
+
+
+def test_an_export_removes_what_a_killed_one_left(index: Index, tmp_path: Path) -> None:
+    target, identity = tmp_path / "har[b]our.group", process_identity.token().rpartition(".")[2]
+    ends = f"7.7.{identity}", process_identity.token(), "mine"
+    dead, running, others = (target.with_name(f"{target.name}.part-1-{end}") for end in ends)
+    for path in (dead, running, others):
+        path.touch()
+    export_group(index.folder, index, index.groups()[0], target)
+    assert set(tmp_path.glob("*group*")) == {target, running, others}
+
+
+def test_an_import_has_the_room_of_what_a_killed_one_left(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = other.folder.blobs / "ab" / f"ab{'0' * 30}-7.7.{process_identity.token().rpartition('.')[2]}.part"
+    left.parent.mkdir()
+    left.touch()
+    monkeypatch.setattr(archive.shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if left.exists() else 1 << 30))
+    assert import_group(other.folder, other, file).written == 3
 
 
 # -- a disk that is full, a name that is none --------------------------------------------------------------------------
