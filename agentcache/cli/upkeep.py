@@ -76,9 +76,11 @@ def prune(
     if group is not None and session is not None:
         raise ConfigError("--group and --session: give one of them")
     group = SESSION + session if session is not None else group
-    _one_purpose(max_size, group, everything, older_than, namespace, adapter)
     if fingerprint is not None and group is None:
-        raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
+        raise ConfigError(
+            f"--fingerprint={fingerprint!r} says which of several groups is meant: give --group, or --older-than for all pages"
+        )
+    _one_purpose(max_size, group, everything, older_than, namespace, adapter)
     most = None if max_size is None else bytes_of(max_size, "--max-size")
     age = None if older_than is None else seconds_of(older_than, "--older-than")
     with opened(store) as (folder, index):

@@ -27,10 +27,10 @@ from .errors import ModelInvalidRequestError, translated
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _LOADING = ("device", "dtype", "weights", "load_in_4bit", "load_in_8bit", "revision", "token", "trust_remote_code")
-_FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration", "adapters")
+_FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration", "adapters", "policy", "receipts")
 # What decides an answer besides the sampling, as far as the model is set to it; what a call says is added by LangChain.
 _OF_PROMPTS = ("model", "base_url", "template_kwargs", "namespace", "num_ctx", "format", "adapter")
-_DECIDES = (*_OF_PROMPTS, *(name for name in _FOR_ENGINE if name not in ("memory_bytes", "token")))
+_DECIDES = (*_OF_PROMPTS, *(name for name in _FOR_ENGINE if name not in ("memory_bytes", "receipts", "token")))
 # What a call may say: of LangChain itself, and of one completion.
 _OF_LANGCHAIN = {"stop", "stream", "ls_structured_output_format"}
 _OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning", "adapter"}
@@ -81,6 +81,8 @@ class Settings(BaseLanguageModel):
     calibration: Any = None
     adapters: dict[str, str] | None = None
     adapter: str | None = None
+    policy: str | None = None
+    receipts: str | None = None
     cache_dir: str | None = Field(default_factory=from_env("AGENTCACHE_DIR", default=None))
     namespace: str = "default"
     num_ctx: int | None = Field(default=None, gt=0)
@@ -107,7 +109,7 @@ class Settings(BaseLanguageModel):
         if not isinstance(values, dict):
             return values
         out = own_names(values, cls.model_fields.keys(), cls.__name__)
-        for name in ("model", "cache_dir"):
+        for name in ("model", "cache_dir", "policy", "receipts"):
             if isinstance(out.get(name), os.PathLike):
                 out[name] = os.fspath(out[name])
         if out.get("cache_dir", "") is None:  # as if nothing were said

@@ -46,7 +46,7 @@ class ChatAgentCache(ChatSettings):
         strict: tool calls are held to their schemas; with `tool_choice` and structured output they always are.
 
     Key init args - client params:
-        device, dtype, weights, load_in_4bit, load_in_8bit, memory_bytes: of `agentcache.Engine`.
+        device, dtype, weights, load_in_4bit, load_in_8bit, memory_bytes, policy, receipts: of `agentcache.Engine`.
         revision, token, trust_remote_code: of the Hugging Face Hub.
         chat_template: a Jinja template, or the path of a file with one, instead of the model's.
         cache_dir: where prompts are kept on disk; "" for nowhere. By default what AGENTCACHE_DIR says.

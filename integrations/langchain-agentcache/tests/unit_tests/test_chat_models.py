@@ -140,6 +140,16 @@ def test_generate_tells_the_tokens_of_all_answers(chat: Any) -> None:
     assert made.llm_output["token_usage"]["total_tokens"] == sum(each)
 
 
+def test_a_model_by_name_follows_a_policy_and_leaves_receipts(model_folder: str, tmp_path: Path) -> None:
+    rules, evidence = tmp_path / "policy.toml", tmp_path / "receipts"
+    rules.write_text('[[rule]]\nname = "guests"\nreuse = ["off"]\n')
+    with ChatAgentCache(model=model_folder, cache_dir="", policy=rules, receipts=evidence, max_tokens=1) as model:
+        said = model.invoke("Look!")
+    assert "guests" in str(said.response_metadata["agentcache"]["refusals"])
+    assert len([*evidence.glob("*.jsonl")]) == 1
+    assert type(model)(**model.model_dump(exclude_defaults=True)).policy == str(rules)
+
+
 THINKS = "{%- if enable_thinking is defined %}{{- '<think>' }}{%- endif %}"
 NO_TOOLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
