@@ -95,7 +95,8 @@ class Tenants:
         given = bearer.strip() if scheme.lower() == "bearer" else key or ""
         tenant = self._keys.get(hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()) if given else None
         if tenant is None:
-            said = "no API key was given: send it as 'Authorization: Bearer KEY'" if not given else "this API key is unknown"
+            none = "no API key was given: say --api-key or api_key=, or send 'Authorization: Bearer KEY'"
+            said = "this API key is unknown" if given else none
             raise ServerError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return tenant
 

@@ -273,7 +273,7 @@ class DiskTier:
             return True
         if need > budget:
             left = f", files that no row of the index names take {self._unnamed_bytes}" if self._unnamed_bytes else ""
-            self.writer.failure = f"{full}: one page takes {need} bytes{left}"
+            self.writer.failure = f"{full}: one page takes {need} bytes{left}; raise it"
             return False
         session_rows.end_leases(self.index)
         self.writer.tell_uses()  # else pages used a moment ago may look old

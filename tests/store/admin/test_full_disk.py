@@ -76,7 +76,7 @@ def test_files_that_leave_no_room_for_a_page_are_told(tmp_path: Path) -> None:
     admit(store, 0)
     store.flush()
     assert store.disk is not None
-    said = rf"disk_bytes={2 * PAGE}: one page takes \d+ bytes, files that no row of the index names take {left.stat().st_size}"
+    said = rf"disk_bytes={2 * PAGE}: one page takes \d+ bytes, files that no row of the index names take {left.stat().st_size}; raise it"
     assert re.fullmatch(said, store.disk.writer.failure)
     store.close()
 
