@@ -77,9 +77,7 @@ def prune(
         raise ConfigError("--group and --session: give one of them")
     group = SESSION + session if session is not None else group
     if fingerprint is not None and group is None:
-        raise ConfigError(
-            f"--fingerprint={fingerprint!r} says which of several groups is meant: give --group, or --older-than for all pages"
-        )
+        raise ConfigError(f"--fingerprint={fingerprint!r} says which of several groups is meant: give it with --group, or say --older-than")
     _one_purpose(max_size, group, everything, older_than, namespace, adapter)
     most = None if max_size is None else bytes_of(max_size, "--max-size")
     age = None if older_than is None else seconds_of(older_than, "--older-than")

@@ -383,7 +383,7 @@ def test_prune_spares_what_is_pinned_unless_forced(place: Path) -> None:
         ([], "nothing to prune"), (["--all", "--max-size", "1GB"], "goes alone"), (["--max-size", "1GB", "--namespace", "x"], "goes alone"),
         (["--group", "x", "--older-than", "1d"], "goes alone"), (["--all", "--namespace", "x"], "goes alone"),
         (["--max-size", "big"], "5GB"), (["--all", "--fingerprint", "ab"], "with --group"),
-        (["--namespace", "default", "--fingerprint", "ab"], "with --group"),
+        (["--namespace", "default", "--fingerprint", "ab"], "with --group"), (["--fingerprint", "ab"], "with --group"),
         (["--max-size", "-1"], "5GB"), (["--older-than", "30"], "30d"), (["--older-than", ""], "30d"),
     ],
 )  # fmt: skip

@@ -454,7 +454,7 @@ def test_an_export_removes_what_a_killed_one_left(index: Index, tmp_path: Path) 
     assert set(tmp_path.glob("*group*")) == {target, running, others}
 
 
-def test_an_import_has_the_room_of_what_a_killed_one_left(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_has_the_room_of_a_killed_one(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = other.folder.blobs / "ab" / f"ab{'0' * 30}-7.7.{process_identity.token().rpartition('.')[2]}.part"
     left.parent.mkdir()
     left.touch()
