@@ -130,7 +130,6 @@ class PagePrefetch:
             return False
         try:
             self._step()
-            self._look_elsewhere()
         except (StoreCorruptError, StoreFormatError, BlobError) as error:  # computed instead, and said
             self._refuse(str(error), reason=Reason.BAD_BLOB)
             self.state = State.DONE
@@ -169,6 +168,8 @@ class PagePrefetch:
         known, generation = self._match_memory(), self._disk.deletions.generation
         found = self._match_disk(known)
         if found is None:
+            if known.missed is Reason.COLD:
+                self._look_elsewhere()
             self._take_lease(known)
             return
         if self._precision != "exact" and found.tokens <= self._match_exact().tokens:
@@ -184,8 +185,6 @@ class PagePrefetch:
 
     def _look_elsewhere(self) -> None:
         """Let the receipt say so where the disk has this prompt under other weights alone: the model of that name was exchanged."""
-        if self.state is not State.DONE or self.tokens or self._match_memory().missed is not Reason.COLD:
-            return
         if other := self._disk.index.elsewhere(self._scope, self._ids):
             with self._tree.lock:
                 self._tree.log.add_head(self._scope.root, self._ids, other, Reason.FINGERPRINT)
