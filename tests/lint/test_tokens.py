@@ -13,6 +13,7 @@ import pytest
 from agentcache.layout.tokenise import EMPTY, Encoder
 from agentcache.lint import Cause, Options, lint
 from agentcache.lint.retokenise import LEAST, resumed
+from agentcache.lint.show import page
 from agentcache.lint.templated import Loaded
 from tests import chat_templates
 from tests.checkout import ROOT
@@ -115,6 +116,12 @@ def log(requests: int, chars: int, clock: bool) -> list[dict[str, Any]]:
             out.append(json.loads(json.dumps({"conversation_id": str(len(out) // 40), "messages": shown, "tools": TOOLS})))
             messages += [{"role": "assistant", "content": text(rng, 6)}, {"role": "user", "content": text(rng, 6)}]
     return out
+
+
+def test_a_report_names_a_unit_that_is_no_token() -> None:
+    prompts = [{"prompt": "Where is the tide?"}]
+    assert " prompt tokens\n" in page(lint(prompts, Options(tokenizer=Loaded(tokenizer(), None))))
+    assert " prompt tokens (" in page(lint(prompts))
 
 
 @pytest.mark.parametrize("clock", [False, True])

@@ -127,7 +127,8 @@ class PrefixTree:
             above = path[-1] if path else self._roots.get(scope)
             if above is None or at < len(before):
                 return {}
-            return {key: child.ids for key, child in above.children.items() if child.ids[: len(first)].tobytes() == first.tobytes()}
+            wanted, size = first.tobytes(), len(first)
+            return {key: child.ids for key, child in above.children.items() if child.ids[:size].tobytes() == wanted}
 
     def checkpoints(self, scope: Scope, ids: Ids) -> dict[int, Checkpoint]:
         """The checkpoints of a cached prompt, by position."""
